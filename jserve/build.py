@@ -18,6 +18,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jserve.engine.driven import DrivenEngine
     from jserve.engine.engine import Engine
     from jserve.engine.face import EngineFace
     from jserve.text.chat.template import ChatTemplate
@@ -143,16 +144,81 @@ def engine(
     Raises:
         ConfigError: an option, config.json key, file or tensor cannot be honoured.
     """
-    from jserve.engine.engine import Engine
+    _set_up(config)
+    config, meshes = _groups(config, mesh)
+    if len(meshes) > 1:
+        why = f"sharding.mesh.dp: {len(meshes)} engines, where one is asked for"
+        raise ConfigError(why, field="sharding.mesh.dp")
+    return _engine(config, progress, params, meshes[0])
+
+
+def engines(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    params: Any = None,
+    mesh: Any = None,
+) -> tuple[DrivenEngine, dict[str, Any]]:
+    """``engine``, or one for each group of devices along axis "dp" of the sharding or of ``mesh``."""
+    _set_up(config)
+    config, meshes = _groups(config, mesh)
+    if len(meshes) == 1:
+        return _engine(config, progress, params, meshes[0])
+    from jserve.fleet.data_parallel import DataParallelEngine
+
+    made = [_engine(config, progress, params, each) for each in meshes]
+    info = dict(made[0][1])
+    for name in ("load_s", "compile_s", "startup_s", "programs", "programs_loaded"):
+        info[name] = round(sum(each[name] for _, each in made), 2)
+    info |= {"data_parallel_size": len(made), "device": f"{len(made)} x ({info['device']})"}
+    return DataParallelEngine([engine for engine, _ in made]), info
+
+
+def _set_up(config: EngineConfig) -> None:
+    """Prepare this process for engines, before it imports jax."""
     from jserve.plugins import load_plugins
-    from jserve.sched.scheduler import Scheduler
     from jserve.xla import claim_memory
 
     claim_memory()
-    began = time.monotonic()
     load_plugins(config.model.plugins)
-    from jserve.runner.programs import starting  # imports jax
 
+
+def _groups(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, list[Any]]:
+    """The config of one engine, and the meshes of all; None stands for the first devices.
+
+    Raises:
+        ConfigError: an option that several engines of a process cannot share.
+    """
+    import dataclasses
+
+    from jserve.model.shard import group_meshes
+    from jserve.sharding import Sharding
+
+    sharding = Sharding.of(config.device.sharding) if config.device.sharding else Sharding()
+    if sharding.dp == 1 and mesh is None:
+        return config, [None]
+    meshes = group_meshes(sharding, mesh)
+    if len(meshes) > 1:
+        for name, given in (
+            ("journal", config.scheduler.journal),
+            ("disk_dir", config.cache.disk_dir),
+        ):
+            if given:
+                why = f"{name} is of one engine, and sharding has {len(meshes)} (dp)"
+                raise ConfigError(why, field=name)
+    device = dataclasses.replace(config.device, sharding=str(sharding.group))
+    return dataclasses.replace(config, device=device), meshes
+
+
+def _engine(
+    config: EngineConfig, progress: Progress | None, params: Any, mesh: Any
+) -> tuple[Engine, dict[str, Any]]:
+    """One engine on ``mesh``, in a process that is set up."""
+    from jserve.engine.engine import Engine
+    from jserve.runner.programs import starting  # imports jax
+    from jserve.sched.scheduler import Scheduler
+
+    began = time.monotonic()
     with starting():
         runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
@@ -520,14 +586,24 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
 
     def client() -> Any:
         if in_process or server.in_process:
-            return InprocClient(config, engine)
+            return InprocClient(config, engines)
         return ProcClient(config)
 
     return AsyncEngine(client, **{"max_restarts": server.max_restarts, **given, **options})
 
 
-def close(engine: Engine) -> None:
+def close(engine: DrivenEngine) -> None:
     """Give the KV pool and the slots back to the device."""
+    for one in each_of(engine):
+        _close(one)
+
+
+def each_of(engine: Any) -> tuple[Engine, ...]:
+    """The engines that ``engine`` of ``engines`` is made of."""
+    return getattr(engine, "engines", (engine,))
+
+
+def _close(engine: Engine) -> None:
     import jax
 
     guides: Any = engine.scheduler.guides

@@ -505,7 +505,7 @@ def engine(fd: Annotated[int, typer.Option(help="socket inherited from the HTTP 
     from jserve.engine import process
 
     _arm_faults("jserve.runner.runner")
-    raise typer.Exit(process.main(fd, build.engine))
+    raise typer.Exit(process.main(fd, build.engines))
 
 
 def main() -> None:

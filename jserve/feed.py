@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from jserve.engine.engine import Engine
+from jserve.engine.driven import DrivenEngine
 from jserve.types import Output, Request
 
 NO_ROOM = frozenset({"overloaded", "queue_full_tenant"})
@@ -28,7 +28,7 @@ class Feed:
         BadRequest: one could never be served; nothing was handed in.
     """
 
-    def __init__(self, engine: Engine, requests: Iterable[Request]) -> None:
+    def __init__(self, engine: DrivenEngine, requests: Iterable[Request]) -> None:
         self._engine = engine
         self._outside = deque(requests)
         for request in self._outside:

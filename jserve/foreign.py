@@ -14,6 +14,7 @@ _COMPILED = f"{NOTHING}: every program is compiled at the start"
 _LOGGED = f"{NOTHING}: one line a request, and no prompt is ever logged; see --log-level"
 _QUANTISED = "use --quantization"
 _ADAPTERS = "adapters are not served"
+_GROUPS = "use --sharding dp=N,tp=M, or --replicas N"
 _ONE_AXIS = "only --tensor-parallel-size and --expert-parallel-size split a model; run several servers behind a router"
 _EXPERTS = (
     "use --expert-parallel-size N: N times --tensor-parallel-size devices, which split each expert"
@@ -44,7 +45,7 @@ ADVICE = {
     "--cpu-offload-gb": "weights stay on the device; --host-memory-gb is for KV",
     "--distributed-executor-backend": NOTHING,
     "--pipeline-parallel-size": _ONE_AXIS,
-    "--data-parallel-size": _ONE_AXIS,
+    "--data-parallel-size": _GROUPS,
     "--enable-expert-parallel": _EXPERTS,
     "--eplb-config": "use --num-redundant-experts and --eplb-step-interval",
     "--enable-lora": _ADAPTERS,
@@ -81,7 +82,7 @@ ADVICE = {
     "--model-path": _MODEL,
     "--tokenizer-path": "use --tokenizer",
     "--tp-size": "use --tensor-parallel-size",
-    "--dp-size": _ONE_AXIS,
+    "--dp-size": _GROUPS,
     "--ep-size": _EXPERTS,
     "--ep-num-redundant-experts": "use --num-redundant-experts",
     "--eplb-rebalance-num-iterations": "use --eplb-step-interval",

@@ -14,8 +14,7 @@ from typing import Any
 
 from jserve import build
 from jserve.config import EngineConfig
-from jserve.engine import operate
-from jserve.engine.engine import Engine
+from jserve.engine.driven import DrivenEngine
 from jserve.engine.wire import HandleCommand
 from jserve.errors import BadRequest, ConfigError, error_of
 from jserve.feed import Feed
@@ -91,8 +90,8 @@ class LLM(_Door, Operations):
         self._closed = False
         self._streams_in: int | None = None
         """The thread with an open ``stream``, which has the engine to itself."""
-        self._engine: Engine
-        self._engine, self.info = build.engine(self.config, params=params, mesh=mesh)
+        self._engine: DrivenEngine
+        self._engine, self.info = build.engines(self.config, params=params, mesh=mesh)
 
     def __enter__(self) -> LLM:
         return self
@@ -241,9 +240,9 @@ class LLM(_Door, Operations):
         """Also between two pieces of a stream of this thread, which then goes on."""
         asked, streaming = control_of(command), self._streams_in == threading.get_ident()
         with contextlib.nullcontext() if streaming else self._turn():
-            info = operate.carry_out(self._engine, asked)
+            info = self._engine.carry_out(asked)
             if info is None and streaming:
-                self._engine.hold.pending = None
+                self._engine.give_up_pending()
                 raise RuntimeError("the open stream would wait for its own end")
             if info is None:
                 self._engine.drain()
@@ -266,7 +265,7 @@ class LLM(_Door, Operations):
         if self._streams_in == threading.get_ident():
             raise RuntimeError("a stream of this LLM is open: read it to its end or close it")
         with self._lock:
-            if works and self._engine.hold.closed:
+            if works and self._engine.closed:
                 raise RuntimeError("this LLM is paused or asleep: call resume() or wake() first")
             yield
 

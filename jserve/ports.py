@@ -120,6 +120,15 @@ class Runner(Protocol):
 
 
 @runtime_checkable
+class PolledRunner(Protocol):
+    """The further interface of a runner beside which others are driven by the same thread."""
+
+    def is_done(self, flight: InFlight) -> bool:
+        """True: ``collect`` of ``flight``, the oldest step, would not wait."""
+        ...
+
+
+@runtime_checkable
 class DiskTier(Protocol):
     """The further interface of a runner that keeps pages on disk."""
 

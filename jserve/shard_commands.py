@@ -92,10 +92,10 @@ def bench_shard(
 def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console: Any) -> Live:
     device = dataclasses.replace(config.device, sharding=str(sharding))
     with start_progress(console) as progress:
-        engine, info = build.engine(dataclasses.replace(config, device=device), progress)
+        engine, info = build.engines(dataclasses.replace(config, device=device), progress)
     try:
-        vocab, limits = engine.scheduler.limits.vocab_size, engine.scheduler.limits
-        for request in _requests(items, vocab, limits.max_model_len):
+        limits = build.each_of(engine)[0].scheduler.limits
+        for request in _requests(items, limits.vocab_size, limits.max_model_len):
             engine.submit(request)
         began, drawn = time.monotonic(), dict[str, tuple[int, ...]]()
         for out in engine.drain():

@@ -4,6 +4,7 @@ It owns the format and the checks that need no model. What the rules do to weigh
 ``jserve.model.shard``. ::
 
     mesh: {x: 2, y: 4}          # axes and their sizes; the last one varies fastest over the devices
+                                # dp: groups of devices, outermost, each with an engine of its own
     mode: manual                # manual: shard_map, the collectives are ours; auto: XLA's partitioner inserts them
     rules:                      # logical axis -> mesh axis, several of them, or null; one that is absent is null
       kv_heads: y
@@ -21,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ LOGICAL = ("vocab", "kv_heads", "ffn", "embed", "experts", "ffn_expert")
 """The axes of weights that have a rule."""
 OWN = ("tp", "ep")
 """Mesh axes that need no rules: of tensor parallelism, and of whole experts."""
+DP = "dp"
+"""The mesh axis over groups of devices that share no request: data parallel engines. No rule may name it."""
 LATER = {
-    "dp": "groups of devices that serve different requests are replicas (--replicas)",
     "pp": "stages of layers are not built",
     "context": "a context split over devices is not built",
 }
@@ -53,7 +55,9 @@ class Sharding:
     """A mesh, and what lies over which of its axes."""
 
     mesh: tuple[tuple[str, int], ...] = ()
-    """(axis, devices); (): the mesh is given beside this."""
+    """(axis, devices) of one engine; (): the mesh is given beside this."""
+    dp: int = 1
+    """Groups of so many devices, one engine each."""
     mode: str = "manual"
     rules: tuple[tuple[str, MeshAxes], ...] | None = None
     """(logical axis, mesh axes); None: those of a mesh of ``OWN`` axes, or none beside ``params``."""
@@ -78,8 +82,13 @@ class Sharding:
             if key not in KEYS:
                 raise _bad(str(key), f"there is no such key{hint(str(key), KEYS)}")
         mode = _one_of("mode", found.get("mode", "manual"), MODES)
+        sizes = _mesh(found.get("mesh") or {})
+        dp = sizes.pop(DP, 1)
+        if dp > 1 and not sizes:
+            sizes = {OWN[0]: 1}
         sharding = cls(
-            mesh=_mesh(found.get("mesh") or {}),
+            mesh=tuple(sizes.items()),
+            dp=dp,
             mode=mode,
             rules=_rules(found["rules"]) if "rules" in found else None,
             sums=_one_of("sums", found.get("sums", SUMS[0]), SUMS, mode),
@@ -92,7 +101,18 @@ class Sharding:
 
     @property
     def n_devices(self) -> int:
+        """Of all groups."""
+        return self.dp * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Devices of one engine."""
         return math.prod(size for _, size in self.mesh)
+
+    @property
+    def group(self) -> Sharding:
+        """Of one engine."""
+        return replace(self, dp=1)
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Refuse what a mesh of these axis sizes cannot honour.
@@ -103,6 +123,10 @@ class Sharding:
         uses = [(f"rules.{name}", axes) for name, axes in self.rules or ()]
         uses += [(f"params.{path}", sum(each, ())) for path, each in self.params]
         for name, axes in uses:
+            if DP in axes:
+                raise _bad(
+                    name, "groups of axis 'dp' share no request, so that nothing is split over it"
+                )
             lacking = next((axis for axis in axes if axis not in sizes), None)
             if lacking is not None:
                 raise _bad(name, f"the mesh has no axis {lacking!r}, only {tuple(sizes)}")
@@ -114,7 +138,7 @@ class Sharding:
 
     def as_mapping(self) -> dict[str, Any]:
         """The mapping that ``of`` reads as this value."""
-        found: dict[str, Any] = {"mesh": dict(self.mesh), "mode": self.mode}
+        found: dict[str, Any] = {"mesh": dict(self._sizes), "mode": self.mode}
         if self.rules is not None:
             found["rules"] = {name: list(axes) or None for name, axes in self.rules}
         if self.sums != "float32":
@@ -127,9 +151,13 @@ class Sharding:
             found["logits"] = self.logits
         return found
 
+    @property
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return ((DP, self.dp), *self.mesh) if self.dp > 1 else self.mesh
+
     def __str__(self) -> str:
         """One line: the sizes, and the rest as JSON where it says more."""
-        sizes = ",".join(f"{axis}={size}" for axis, size in self.mesh)
+        sizes = ",".join(f"{axis}={size}" for axis, size in self._sizes)
         own = (self.mode, self.sums, self.logits) != (MODES[0], SUMS[0], LOGITS[0])
         if self.rules is None and not own:
             return sizes
@@ -183,7 +211,7 @@ def _mapping(text: str, where: str) -> Mapping[str, Any]:
     return found
 
 
-def _mesh(given: Any) -> tuple[tuple[str, int], ...]:
+def _mesh(given: Any) -> dict[str, int]:
     if not isinstance(given, Mapping):
         raise _bad("mesh", f"must map axes to sizes, not {given!r}")
     for axis, size in given.items():
@@ -193,7 +221,7 @@ def _mesh(given: Any) -> tuple[tuple[str, int], ...]:
             raise _bad(f"mesh.{axis}", LATER[axis])
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 4096:
             raise _bad(f"mesh.{axis}", f"must be a number of devices, not {size!r}")
-    return tuple(given.items())
+    return dict(given)
 
 
 def _rules(given: Any) -> tuple[tuple[str, MeshAxes], ...]:

@@ -64,6 +64,15 @@ def test_all_ways_to_write_one_are_equal(tmp_path: Path):
     assert found.params == (("layers/.*/down", ((), ("x", "y"))),)
 
 
+def test_groups_of_devices_are_no_axis_of_one_engine():
+    found = Sharding.of("dp=2,tp=4")
+    assert (found.dp, found.n_devices, found.group_size) == (2, 8, 4)
+    assert (str(found), str(found.group)) == ("dp=2,tp=4", "tp=4")
+    assert Sharding.of(found.as_mapping()) == Sharding.of(str(found)) == found
+    alone = Sharding.of({"mesh": {"dp": 3}})
+    assert (alone.mesh, alone.n_devices) == ((("tp", 1),), 3)
+
+
 def test_sizes_alone_are_a_mesh_with_its_own_rules():
     found = Sharding.of("ep=2, tp=4")
     assert (found.mesh, found.rules, str(found)) == ((("ep", 2), ("tp", 4)), None, "ep=2,tp=4")
@@ -79,7 +88,9 @@ def test_sizes_alone_are_a_mesh_with_its_own_rules():
         ("{", ""),
         ('{"mesh": [', ""),
         ("{} []", ""),
-        ("dp=2", ".mesh.dp"),
+        ("dp=0", ".mesh.dp"),
+        ("pp=2", ".mesh.pp"),
+        ({"mesh": {"dp": 2, "tp": 2}, "rules": {"ffn": ["dp", "tp"]}}, ".rules.ffn"),
         ({"mesh": {"tp": 0}}, ".mesh.tp"),
         ({"mesh": {"tp": True}}, ".mesh.tp"),
         ({"mesh": {"t p": 2}}, ".mesh"),

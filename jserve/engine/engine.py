@@ -26,7 +26,7 @@ from jserve.engine.pending_compile import PendingCompile
 from jserve.engine.steplog import StepLog
 from jserve.engine.wire import Cancel, Control, Create, HandleCommand, HandleReply, Stats, Submit
 from jserve.errors import EngineDead, JserveError, RequestFailed, where
-from jserve.ports import Clock, DiskTier, InFlight, Profiler, Runner
+from jserve.ports import Clock, DiskTier, InFlight, PolledRunner, Profiler, Runner
 from jserve.sched.cache import handles as caching, tiers as tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import FIRST_WEIGHTS, Finish, Output, Request, StepPlan, StepResult
@@ -146,26 +146,34 @@ class Engine:
         """Steps launched and not yet committed."""
         return len(self._flights)
 
-    def step(self) -> list[Output]:
+    def step(self, *, wait: bool = True) -> list[Output]:
         """Read the inbox, launch one step, collect the oldest when enough are in flight, commit it.
+
+        Args:
+            wait: for that step; False: only if it is done (a ``PolledRunner`` knows).
 
         Raises:
             EngineDead: a step raised, and the runner cannot be reset or did so three times a
             minute.
         """
         outputs = self._read_inbox()
-        plan = None if self.hold.stopped else self.scheduler.plan(self.clock())
+        full = len(self._flights) > self._overlap
+        plan = None if full or self.hold.stopped else self.scheduler.plan(self.clock())
         result = None
         try:
             if plan is not None:
                 self._flights.append(self.runner.launch(plan))
             if self._disk is not None:
                 self._disk.fetch(tiering.take_fetches(self.scheduler))
-            if self._flights and (plan is None or len(self._flights) > self._overlap):
+            due = self._flights and (plan is None or len(self._flights) > self._overlap)
+            if due and (wait or self._is_done(self._flights[0])):
                 result = self.runner.collect(self._flights[0])
         except Exception as error:
             return outputs + self._recover(error, plan)
         return outputs if result is None else outputs + self._commit(result)
+
+    def _is_done(self, flight: InFlight) -> bool:
+        return not isinstance(self.runner, PolledRunner) or self.runner.is_done(flight)
 
     def _commit(self, result: StepResult) -> list[Output]:
         """Take over the result of the oldest step in flight."""
@@ -174,6 +182,20 @@ class Engine:
         self.log.add(plan, result, now)
         self.n_steps += 1
         return outputs
+
+    @property
+    def closed(self) -> bool:
+        """Requests are kept until it goes on: it is paused or asleep."""
+        return self.hold.closed
+
+    def carry_out(self, command: Control) -> dict[str, Any] | None:
+        """Carry out ``command`` at once, also with requests under way. None: it waits for them, and its answer comes by
+        ``take_answers``, unless ``give_up_pending`` is called. Raises as ``operate.carry_out``."""
+        return operate.carry_out(self, command)
+
+    def give_up_pending(self) -> None:
+        """The command that waits is not carried out."""
+        self.hold.pending = None
 
     def drain(self) -> list[Output]:
         """Step until nothing is left."""
@@ -249,6 +271,7 @@ class Engine:
                 case Create() | Submit() if self.hold.closed:
                     self.hold.put(message)
                 case Create():
+                    self.n_read += 1
                     outputs += self._create(message)
                 case Submit():
                     self.n_read += 1
@@ -288,7 +311,7 @@ class Engine:
             else:
                 found = [caching.renew(self.scheduler, tenant, name or "", asked.ttl_s, now)]
         except JserveError as error:
-            return _failed(asked.id, error)
+            return failed_reply(asked.id, error)
         return HandleReply(id=asked.id, handles=found)
 
     def _run_command(self, command: Control) -> list[HandleReply]:
@@ -296,7 +319,7 @@ class Engine:
         try:
             info = operate.carry_out(self, command)
         except JserveError as error:
-            return [_failed(command.id, error)]
+            return [failed_reply(command.id, error)]
         return [] if info is None else [HandleReply(id=command.id, info=info)]
 
     def _settle(self) -> None:
@@ -307,7 +330,7 @@ class Engine:
         try:
             done = operate.settle(self)
         except JserveError as error:
-            self._answers.append(_failed(waited.id, error))
+            self._answers.append(failed_reply(waited.id, error))
             return
         if done is not None:
             self._answers.append(HandleReply(id=waited.id, info=done[1]))
@@ -367,7 +390,8 @@ def aborted(request: Request) -> list[Output]:
     ]
 
 
-def _failed(asked: str, error: JserveError) -> HandleReply:
+def failed_reply(asked: str, error: JserveError) -> HandleReply:
+    """The answer to ``asked`` that says why not."""
     return HandleReply(
         id=asked, error=error.message, error_code=error.code, error_field=error.field
     )

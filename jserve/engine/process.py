@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence as Seq
 from typing import Any, Protocol
 
 from jserve.config import EngineConfig
-from jserve.engine.engine import Engine
+from jserve.engine.driven import DrivenEngine
 from jserve.engine.watchdog import Watchdog
 from jserve.engine.wire import (
     Cancel,
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]
 """Called during start-up with (stage, parts done, parts in all)."""
-Build = Callable[[EngineConfig, OnProgress], tuple[Engine, dict[str, Any]]]
+Build = Callable[[EngineConfig, OnProgress], tuple[DrivenEngine, dict[str, Any]]]
 """Makes the engine and the ``info`` of its Ready message (values that msgpack can carry)."""
 
 BLOCKED_WAIT_S = 0.02
@@ -104,7 +104,7 @@ def run(link: Link, build: Build, *, alone: bool) -> int:
 
 
 def serve(
-    engine: Engine, link: Link, early: Seq[Any] = (), watchdog: Watchdog | None = None
+    engine: DrivenEngine, link: Link, early: Seq[Any] = (), watchdog: Watchdog | None = None
 ) -> None:
     """Step the engine whenever there is work and block on the link when there is none.
 
@@ -142,7 +142,7 @@ def serve(
         messages = link.receive(wait_s)
 
 
-def _send_outputs(engine: Engine, link: Link, outputs: list[Output]) -> None:
+def _send_outputs(engine: DrivenEngine, link: Link, outputs: list[Output]) -> None:
     """Send what one step brought: in parts where it is too much for one message (log-probabilities
     of long prompts are). A choice whose output is too much alone ends in error."""
     try:
@@ -168,7 +168,7 @@ def _send_outputs(engine: Engine, link: Link, outputs: list[Output]) -> None:
 
 def _start(
     link: Link, build: Build, *, alone: bool
-) -> tuple[Watchdog, Engine, dict[str, Any], list[Any]]:
+) -> tuple[Watchdog, DrivenEngine, dict[str, Any], list[Any]]:
     """The engine that Start asks for, who watches it, its info, and the messages that came along with
     Start."""
     begun = time.monotonic()
@@ -190,7 +190,7 @@ def _start(
     return watchdog, engine, {"startup_s": time.monotonic() - begun, **info}, start[1:]
 
 
-def _take(engine: Engine, message: Any, link: Link) -> None:
+def _take(engine: DrivenEngine, message: Any, link: Link) -> None:
     match message:
         case Submit():
             engine.submit(message.request)

@@ -84,11 +84,8 @@ class FrontConnection:
 
     def submitted(self, number: int, request: Request) -> None:
         """``request`` was handed to the engine as its ``number``-th."""
-        self.created(request)
-        self._unread.append(number)
-
-    def created(self, request: Request) -> None:
         self.requests[request.id, request.attempt] = len(request.open_choices)
+        self._unread.append(number)
 
     def has(self, out: Output) -> bool:
         return (out.request_id, out.attempt) in self.requests
@@ -211,7 +208,8 @@ class EngineHost:
                 self._client.submit(message.request)
             case Create():
                 with self._lock:
-                    front.created(message.request)
+                    front.submitted(self._n_submitted, message.request)
+                    self._n_submitted += 1
                 self._client.create(message.request, message.ttl_s)
             case Cancel():
                 self._client.cancel(message.request_id, message.index)

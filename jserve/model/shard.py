@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
-from jserve.sharding import Sharding
+from jserve.sharding import DP, Sharding
 
 AXIS = "tp"
 """The tensor-parallel mesh axis."""
@@ -474,18 +474,45 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
 
 
 def mesh_of(sharding: Sharding, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a sharding, of the first devices, Auto (shard_map refuses Explicit axes).
+    """The mesh of an engine of a sharding, of the first devices, Auto (shard_map refuses Explicit axes).
 
     Raises:
         ConfigError: there are fewer devices.
     """
-    devices, n = list(jax.devices() if devices is None else devices), sharding.n_devices
+    devices, n = list(jax.devices() if devices is None else devices), sharding.group_size
     if len(devices) < n:
         why = f"{n} devices are asked for, and there are {len(devices)}"
         raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
     names, sizes = zip(*sharding.mesh, strict=True)
     types = (AxisType.Auto,) * len(names)
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:n])
+
+
+def group_meshes(sharding: Sharding, mesh: Mesh | None = None) -> list[Mesh]:
+    """A mesh for each group of ``sharding``, of devices that no other group has: those of ``mesh`` along its axis "dp",
+    or the first ones of this process.
+
+    Raises:
+        ConfigError: there are fewer devices, or the axis has another size.
+    """
+    if mesh is None:
+        devices, n = jax.devices(), sharding.group_size
+        if len(devices) < sharding.n_devices:
+            why = f"{sharding.n_devices} devices are asked for, and there are {len(devices)}"
+            raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
+        return [mesh_of(sharding, devices[i * n :]) for i in range(sharding.dp)]
+    n = mesh.shape.get(DP, 1)
+    if sharding.dp not in (1, n):
+        why = f"is {sharding.dp}, the mesh that is given has {n}"
+        raise ConfigError(f"sharding.mesh.dp: {why}", field="sharding.mesh.dp")
+    if n == 1:
+        return [mesh]
+    at = mesh.axis_names.index(DP)
+    names = tuple(name for name in mesh.axis_names if name != DP)
+    if not names:
+        return [make_mesh(1, [device]) for device in mesh.devices.flat]
+    types = (AxisType.Auto,) * len(names)
+    return [Mesh(mesh.devices.take(i, axis=at), names, axis_types=types) for i in range(n)]
 
 
 def make_mesh(tp: int, devices: Sequence[Any] | None = None, ep: int = 1) -> Mesh:

@@ -65,6 +65,7 @@ def environment(mesh: Mesh) -> str:
         "client": (device.platform, device.client.platform_version, device.device_kind),
         "processes": jax.process_count(),
         "devices": len(device.client.devices()),
+        "mesh": [each.id for each in mesh.devices.flat],
     }
     return repr(facts)
 

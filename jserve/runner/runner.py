@@ -219,6 +219,11 @@ class ModelRunner:
         took_us = (now - began) * 1e6
         return results.result_of(flight.plan, launched.batch, launched.out, took_us)
 
+    def is_done(self, flight: InFlight) -> bool:
+        """True: ``collect`` would not wait."""
+        packed: Any = flight.handle.out.packed_RX
+        return packed.is_ready()
+
     @point("runner.wait")
     def _wait(self, out: StepOut) -> None:
         """Until the device has done a step."""

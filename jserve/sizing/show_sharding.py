@@ -25,8 +25,10 @@ def as_json(explained: Explained) -> str:
 def as_text(explained: Explained, console: Console) -> None:
     """Weights that are alike as one line, and the collectives of each program, on ``console``."""
     sizes = " x ".join(f"{axis} {size}" for axis, size in explained.sharding.mesh)
-    mode = explained.sharding.mode
-    console.print(f"{explained.model} on {sizes}, mode {mode}", style="bold", highlight=False)
+    mode, dp = explained.sharding.mode, explained.sharding.dp
+    groups = f", {dp} such groups" if dp > 1 else ""
+    title = f"{explained.model} on {sizes}{groups}, mode {mode}"
+    console.print(title, style="bold", highlight=False)
     console.print(_weights(explained), highlight=False)
     for program in explained.programs:
         _print_program(program, console)

@@ -168,6 +168,9 @@ class FakeRunner:
         self.host |= saved
         return result
 
+    def is_done(self, flight: InFlight) -> bool:
+        return time.monotonic() >= flight.launched + self.step_s
+
     def expected(self, request: Request, index: int = 0, seed: int | None = None) -> list[int]:
         """The output tokens of choice ``index`` by the definition (``testing.model.expected``).
 

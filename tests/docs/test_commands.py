@@ -27,7 +27,7 @@ COMMANDS = [(b, words) for b in BLOCKS for words in b.commands()]
 ELSEWHERE = {"serve": "tests/whole/test_serve.py", "chat": "tests/test_cli.py"}
 """Commands that do not end by themselves: other tests run them."""
 LONG = ("bench", "convert", "generate", "quality", "quantize", "run-batch", "simulate")
-FILES = ("in.jsonl", "out.jsonl", "out/", "steps.json", "report.json")
+FILES = ("in.jsonl", "out.jsonl", "out/", "steps.json", "report.json", "sharding.yaml")
 LINE = {
     "custom_id": "a",
     "method": "POST",

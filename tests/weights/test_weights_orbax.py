@@ -201,7 +201,9 @@ def test_broken_metadata_is_refused(converted: Path, tmp_path: Path, name: str, 
 def test_corruption_never_escapes_as_anything_else(converted: Path, tmp_path: Path) -> None:
     rng, refused = random.Random(3), 0
     files = sorted(p for p in converted.rglob("params/**/*") if p.is_file())
-    values = max(files, key=lambda p: p.stat().st_size)  # a flipped bit of another may change nothing
+    values = max(
+        files, key=lambda p: p.stat().st_size
+    )  # a flipped bit of another may change nothing
     for i in range(12):
         target, cut = tmp_path / str(i), i % 3 == 0
         shutil.copytree(converted, target)
