@@ -19,6 +19,7 @@ import os
 import platform
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,19 @@ def pytest_configure(config: pytest.Config) -> None:
         options.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What compiles most begins, so that no worker is left with it at the end."""
+    """What compiles most begins, so that no worker is left with it at the end. Of the cases of a test that is marked
+    ``one_in(n)``, about one in n and at least the first stay in the default tier; the others are slow."""
+    begun: set[tuple[Path, str]] = set()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            test = item.path, getattr(item, "originalname", item.name)
+            if test in begun and zlib.crc32(item.name.encode()) % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            elif item.get_closest_marker("slow") is None:
+                begun.add(test)
     items.sort(key=lambda item: item.path.parent.name not in HEAVY)
 
 

@@ -121,6 +121,7 @@ def layouts(model: functional.FunctionalModel) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_any_layout_gives_the_same_values_and_gradients() -> None:
     _, model, _ = made("llama-tied-gqa1")
     params = functional.init(model, jax.random.key(1))
@@ -138,6 +139,7 @@ def test_any_layout_gives_the_same_values_and_gradients() -> None:
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_it_maps_over_parameters() -> None:
     """Evolution strategies: a population of parameters in one call."""
     _, model, _ = made("llama-tied-gqa1")

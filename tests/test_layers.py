@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,12 @@ def _package(path: Path) -> str:
     return ".".join(parts[:2]) if parts[0] == "speculation" and len(parts) > 2 else parts[0]
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def _target(name: str) -> str | None:
     """The package of an imported module, or of a name in one; None where it is not ours."""
     parts = name.split(".")
@@ -197,9 +204,10 @@ def _target(name: str) -> str | None:
     return None
 
 
+@cache
 def _imports(path: Path, *, typing_only: bool) -> set[str]:
     """Dotted names imported anywhere in the file, without those under ``if TYPE_CHECKING``."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not typing_only:
@@ -241,7 +249,7 @@ def test_packages_import_only_what_the_rules_allow() -> None:
 def test_no_class_name_exists_twice() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for path in _modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(path.relative_to(PACKAGE).as_posix())
     twice = {name: files for name, files in homes.items() if len(files) > 1}

@@ -246,7 +246,7 @@ class DataParallelEngine:
 
 
 def _refused(command: Control) -> BadRequest | None:
-    """What only one engine can do."""
+    """The refusal of what only one engine can do; None: all can do it."""
     if not command.donate:
         return None
     why = "donate: several engines (dp) copy the weights, and the first would take them away"

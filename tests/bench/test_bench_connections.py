@@ -59,6 +59,7 @@ def measured(tmp_path: Path, *options: str) -> dict[str, Any]:
         return asyncio.run(connections.measure(server, args))
 
 
+@pytest.mark.slow
 def test_memory_that_a_server_keeps_of_every_connection_is_seen(
     tmp_path: Path, monkeypatch
 ) -> None:

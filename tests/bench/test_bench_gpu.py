@@ -19,6 +19,7 @@ def lines(folder):
     return gpu.read(folder / "gpu.jsonl")
 
 
+@pytest.mark.slow
 def test_facts_on_a_cpu(tmp_path, capsys):
     assert gpu.main(["--tiny", "--only", "facts", "--out", str(tmp_path), "--budget", "250"]) == 0
     found = {x["name"]: x for x in lines(tmp_path)}

@@ -94,6 +94,7 @@ def some_tokens(n: int, seed: int = 3) -> list[int]:
     return np.random.default_rng(seed).integers(1, TARGET.vocab, n).tolist()
 
 
+@pytest.mark.slow
 def test_what_comes_later_does_not_change_a_draft(trained):
     """The step i of row t may know tokens up to t + 1 + i, and must know the last of them."""
     config, task, params = trained
@@ -373,6 +374,7 @@ def test_the_shipped_heads_are_what_the_recipe_describes(method):
     assert size <= {"eagle3": 1_970_000, "medusa": 540_000}[method]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", list(HEADS))
 def test_jserve_drafts_what_the_shipped_heads_do(method):
     folder, config = shipped(method)

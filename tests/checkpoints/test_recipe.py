@@ -256,6 +256,7 @@ def test_prompts_are_split_as_in_training(tiny_tokenizer):
             assert tiny_tokenizer.encode(rendered(chat)).ids[: len(alone)] == alone
 
 
+@pytest.mark.slow
 def test_a_world_that_tells_everything_still_has_questions():
     """Long passages may leave nothing untold to ask about; thousands are drawn in a training run."""
     for seed in range(400):

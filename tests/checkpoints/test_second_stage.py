@@ -43,6 +43,7 @@ def plan(steps, **options):
     return train.Plan(TINY, 0.0, steps, mixture="second", save_every=1, **sizes, **options)
 
 
+@pytest.mark.slow
 def test_a_second_stage_starts_from_the_exported_weights(folder, tiny_tokenizer, tmp_path):
     """With no rate at all nothing moves but what weight decay would: the weights stay as they are."""
     task = continued.task_from(folder, TASK, TINY)
@@ -51,6 +52,7 @@ def test_a_second_stage_starts_from_the_exported_weights(folder, tiny_tokenizer,
     jax.tree.map(np.testing.assert_array_equal, params, export.import_params(folder, TINY))
 
 
+@pytest.mark.slow
 def test_a_second_stage_resumes_bit_for_bit(folder, tiny_tokenizer, tmp_path):
     task = continued.task_from(folder, TASK, TINY)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -96,6 +98,7 @@ def test_heads_take_the_tokenizer_of_their_target(folder, tmp_path):
     assert kept.read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_rate_is_a_share_of_the_full_rate(folder, tiny_tokenizer, tmp_path):
     moved = []
     for rate in (0.5, 1.0):

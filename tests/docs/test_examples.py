@@ -49,6 +49,7 @@ def test_offline_batch(tiny_dir: Path, in_root: Callable, capsys) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_step_feature(tiny_dir: Path, in_root: Callable, capsys) -> None:
     in_root(tiny_dir)
     start("step_feature")

@@ -56,6 +56,7 @@ def test_same_logits_and_tokens_as_transformers(family: Any, expected: Any) -> N
     assert len(set(tokens)) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_plugin_serves_it(neox_dir: Path, expected: Any, tp: int) -> None:
     options = {**OPTIONS, "plugins": str(EXAMPLE), "tensor_parallel_size": tp}

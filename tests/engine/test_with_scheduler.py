@@ -108,6 +108,7 @@ def test_tokens_are_those_of_the_definition(overlap, seed):
     assert not engine.scheduler.has_work
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("n_faults", [1, 2])
 @pytest.mark.parametrize("seed", range(10))

@@ -56,6 +56,7 @@ def test_the_engine_draws_what_the_definition_says(name, temperature):
     assert tokens(outputs, "a") == reference(asked, SPECS[name], 5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_fast_forward_chunks_and_overlap_change_no_token(name, overlap):

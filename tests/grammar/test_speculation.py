@@ -48,6 +48,7 @@ class Oracle(FakeProposer):
         return (*true, *wrong)[:most]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("right", range(5))
 @pytest.mark.parametrize("spec", [CITY, OBJECT, LIST])
 @pytest.mark.parametrize("fast_forward", [True, False])
@@ -81,6 +82,7 @@ def drained(made, *asked):
     return made.drain()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("most", [1, 2, 3, 4])
 @pytest.mark.parametrize("spec", [CITY, OBJECT])

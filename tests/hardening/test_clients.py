@@ -54,6 +54,7 @@ STAGES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", STAGES)
 async def test_leaving_at_every_stage_gives_everything_back(stage):
     """FIN, RST and half-close; streamed and whole; one choice and four; cache on and off."""

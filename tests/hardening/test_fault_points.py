@@ -148,6 +148,7 @@ def check_end(got: Got, want: Got, name: str) -> None:
         assert whole.startswith(said), "what came before the error is part of the answer"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", HERE)
 async def test_a_fault_early_and_a_fault_late(name, caplog):
     caplog.set_level(logging.CRITICAL)

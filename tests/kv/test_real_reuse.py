@@ -132,6 +132,7 @@ def test_a_tenant_computes_what_another_one_has_cached():
     assert counts == [41, 41, 1, 1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_pages_come_back_from_the_host_as_they_went(tp, overlap):
@@ -156,6 +157,7 @@ def check_the_way_through_host_memory(device, overlap):
     engine.scheduler.resources.check()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -296,6 +298,7 @@ def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
     assert identity(other, device.params) != identity(device.model, device.params)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", KV_FORMS)
 def test_scales_go_where_their_numbers_go(tmp_path, form):
     """Through the prefix cache, host memory and the disk."""

@@ -81,6 +81,7 @@ def test_the_limits_say_what_the_layers_see():
     assert runner(5).limits.sinks == 5
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sinks", [0, 5])
 @pytest.mark.parametrize(
     "options",
@@ -115,6 +116,7 @@ def small() -> ModelRunner:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_contexts_longer_than_the_pool_are_served(overlap):
     prompts = [text(n, seed=n) for n in (70, 90, 100)]
@@ -135,6 +137,7 @@ def test_a_pool_below_a_window_of_pages_is_refused():
     assert e.value.field == "n_pages"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sinks", [0, 5])
 @pytest.mark.parametrize("n", [8, 15, 16, 17, 24, 40, 57, 72])
 def test_hits_change_no_token_also_when_the_front_is_gone(n, sinks):

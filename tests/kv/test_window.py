@@ -186,6 +186,7 @@ def test_a_request_longer_than_the_pool_needs_a_window_of_pages(n_pages: int, fi
             drive.add(long)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_long_ones_in_a_pool_that_barely_holds_one_window(seed: int):
     """Whoever gives way whenever: nobody more than three times, all end, every token as alone."""

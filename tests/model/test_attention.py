@@ -210,6 +210,7 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         _compiled.cache_clear()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("span", "logits"), KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_ref(case: str, span: Span, logits: bool, name: str) -> None:
@@ -220,6 +221,7 @@ def test_agrees_with_ref(case: str, span: Span, logits: bool, name: str) -> None
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("span", "logits"), [KINDS[0], KINDS[1], KINDS[3]], ids=str)
 @pytest.mark.parametrize("case", VERIFY)
 def test_rows_of_several_tokens(case: str, span: Span, logits: bool, name: str) -> None:
@@ -229,6 +231,7 @@ def test_rows_of_several_tokens(case: str, span: Span, logits: bool, name: str) 
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 @pytest.mark.parametrize(
     "span", [Span(window=1), Span(window=11), Span(window=150), Span(chunk=21)], ids=str

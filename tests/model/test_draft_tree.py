@@ -132,6 +132,7 @@ def _path(parents: tuple[int, ...]) -> np.ndarray:
     return np.array([[*(0, *tree.paths(parents)[-1]), *range(9)][:J]] * 2, np.int32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("span", [Span(), Span(window=5), Span(chunk=7)], ids=str)
 @pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 @pytest.mark.parametrize("parents", SHAPES[3:5], ids=str)

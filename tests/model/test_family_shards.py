@@ -25,6 +25,7 @@ BUCKET = Bucket(D=2, P=40, F=1)
 QUICK = ("gemma3", "phi3-longrope", "cohere2", "glm4", "qwen2-moe", "llama4", "deepseek-v3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )

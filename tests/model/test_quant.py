@@ -102,6 +102,7 @@ def error(got: Any, want: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products(name: str, dtype: str):
@@ -177,6 +178,7 @@ def test_a_gated_product_is_that_of_its_halves():
     assert error(gate_up(jnp.asarray(x), w), want) < 1e-5
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.sampled_from([1, 4]), st.integers(0, 2**31))
 def test_rounded_activations(T: int, B: int, seed: int):

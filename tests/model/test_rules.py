@@ -203,6 +203,7 @@ PAIRWISE = [(None, None, None), (None, "x", "y"), ("y", None, "x"), ("x", "y", N
 """Every pair of two dimensions split or whole, each split dimension once over 2 and once over 4 devices."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "places",
     [pytest.param(p, marks=() if p in PAIRWISE else pytest.mark.slow) for p in PLACES],
@@ -242,6 +243,7 @@ BY_DATA = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BY_DATA)
 def test_a_sharding_as_data_draws_what_one_device_draws(
     name: str, stepped: list[list[int]]

@@ -186,6 +186,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     library.forget()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_jserve_native_builds_and_repairs(elsewhere: Path) -> None:
     elsewhere.write_bytes(b"\x7fELF and no more")

@@ -86,6 +86,7 @@ def sizes(form: str) -> list[tuple[int, int]]:
     return [(5, group or 32), (13, (group or 96) * 3), (9, (group or 64) * 5)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_any_number_of_rows(kernels, each, form):
     for M in ROWS:
@@ -102,6 +103,7 @@ def test_gate_and_up_with_silu(kernels, each, form):
             check(kernels, each, drawn(M, K), w, fused=True)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_sizes_of_several_chunks(kernels, each, form):
     """More chunks of weights than one, the last not whole; packed rows beyond what stays near."""

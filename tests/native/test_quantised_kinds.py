@@ -13,6 +13,7 @@ from jserve.model.dot import dot, gate_up
 from tests.model.test_quant import FORMS, D, N, error, exact_product, tensor
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_products(name: str, level: str) -> None:
     form = replace(FORMS[name], dtype="bfloat16")

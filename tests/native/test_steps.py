@@ -144,6 +144,7 @@ def steps(level):
     return rig.runner("native")
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_bfloat16_model_call_them_and_copy_no_kv(steps, level):
     assert steps.report()["kernels"] == level
     for bucket in rig.BUCKETS:
@@ -189,6 +190,7 @@ def test_any_way_of_running_is_close_to_alone(steps, seed):
     compare(equal.run(steps, requests(seed), way, rng), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_is_close_to_one_device(steps, tp):
     rng = random.Random(0)

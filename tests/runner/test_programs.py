@@ -91,6 +91,7 @@ def test_a_late_compile_is_an_error_when_strict_and_counted_when_not(caplog, mon
     assert len([m for m in caplog.messages if "compiled after" in m]) == 1
 
 
+@pytest.mark.slow
 def test_the_start_of_another_engine_is_not_held_against_one_that_is_ready():
     ready = make_runner(strict=True)
     before = programs.n_compiles()

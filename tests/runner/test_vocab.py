@@ -205,6 +205,7 @@ def drafts_of(kind: str, tp: int) -> tuple[list[Any], list[int], list[int]]:
     return rig.left, rig.accepted, rig.tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

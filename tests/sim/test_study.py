@@ -213,6 +213,7 @@ def test_a_journal_is_written_replayed_and_simulated(tmp_path: Path) -> None:
     assert refused.exit_code == 2
 
 
+@pytest.mark.slow
 def test_plots_are_small_svg_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = []

@@ -64,6 +64,7 @@ def test_the_same_engine_has_the_same_manifest(plain: dict[str, Any], tmp_path: 
     assert list(differences(plain, made(tmp_path))) == []
 
 
+@pytest.mark.slow
 def test_what_changes_is_named(plain: dict[str, Any], tmp_path: Path) -> None:
     wider = list(differences(plain, made(tmp_path, model={**TINY, "rope_theta": 5e5})))
     assert wider == [f"{name}: another program" for name in plain["programs"]]

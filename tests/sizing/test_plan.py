@@ -189,6 +189,7 @@ def started(config: EngineConfig, tp: int) -> ModelRunner:
     return ModelRunner(model.family, model.arch, params, mesh, config, rules=rules, ladder=one)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("device", "options"),
     [

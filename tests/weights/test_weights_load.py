@@ -82,6 +82,7 @@ def assert_equal(got: Any, want: Any) -> None:
         assert same(x, y), jax.tree_util.keystr(path)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_equals_a_plain_assembly(tmp_path: Path, name: str, tp: int) -> None:

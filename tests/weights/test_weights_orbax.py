@@ -55,6 +55,7 @@ def from_dir(path: Path, tp: int, dtype: Any = BF16, **options: Any) -> Any:
     return load(family, arch, source, make_mesh(tp), RULES, dtype, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("tp", "dtype"), [(1, BF16), (2, BF16), (8, BF16), (4, jnp.float32)])
 def test_restores_onto_another_mesh(model: Model, converted: Path, tp: int, dtype: Any) -> None:
     """tp 4 and 8 exceed the two kv heads: there the restored parameter is laid out anew."""
@@ -83,6 +84,7 @@ def test_an_odd_vocabulary_is_stored_whole_and_padded_on_the_way_back(
         assert a.sharding == b.sharding
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shard", range(4))
 def test_the_scan_looks_at_every_shard(model: Model, tmp_path: Path, shard: int) -> None:
     params = from_dir(model.path, 1)

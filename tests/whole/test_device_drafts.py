@@ -37,6 +37,7 @@ def check_workload(
     return device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("draft", marks=pytest.mark.slow), "eagle3"])
 def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
     """Chunks, cache hits, preemption, overlap, penalties, logprobs, n, stops: six workloads."""
@@ -44,6 +45,7 @@ def test_any_way_of_running_equals_alone(runner, kind: str) -> None:
     assert sum(stood) > (100 if kind == "draft" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("draft", marks=pytest.mark.slow), "eagle3"])
 def test_preempted_at_every_step_equals_alone(runner, kind: str) -> None:
     for seed in (400, 401):

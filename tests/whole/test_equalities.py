@@ -38,6 +38,7 @@ def check_workload(runner, seed: int, other=None) -> None:
     compare(equal.run(other or runner, requests, way, rng, truth), alone)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_any_way_of_running_equals_alone(runner, seed: int) -> None:
     check_workload(runner, seed)
@@ -83,6 +84,7 @@ def test_any_way_of_running_equals_alone_many(runner, block: int) -> None:
         check_workload(runner, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_equals_one_device(runner, tp: int) -> None:
     sharded = equal.make_runner(tp)
@@ -121,6 +123,7 @@ def test_any_sharding_equals_one_device(runner, name: str) -> None:
         check_workload(runner, seed, sharded)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_ready(runner) -> None:
     """500 requests of every kind in one run, in every bucket."""
     before = runner.programs.late_compiles

@@ -30,6 +30,7 @@ OF = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n == "int4, a layer skipped" else pytest.mark.slow) for n in OF],
@@ -70,6 +71,7 @@ def test_drafts_change_no_token(kind: str, form: str) -> None:
     assert device.stood > (50 if kind == "draft" else 0)
 
 
+@pytest.mark.slow
 def test_they_are_not_what_float32_gives() -> None:
     """Otherwise none of this shows anything."""
     plain, four = (equal.make_runner(model=WIDE, **o) for o in ({}, OF["int4"]))

@@ -42,6 +42,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
         assert choice.text == llm.tokenizer.decode(choice.token_ids)
 
 
+@pytest.mark.slow
 def test_more_prompts_than_the_queue_holds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[int] = []
 
@@ -336,6 +337,7 @@ async def test_async_generate_streams_and_cancels(tiny_dir: Path, llm: LLM) -> N
         assert again[-1].outputs[0].token_ids == want
 
 
+@pytest.mark.slow
 def test_the_journal_of_a_real_run_replays(tiny_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with LLM(str(tiny_dir), **SMALL_OPTIONS, journal=str(path)) as made:

@@ -155,6 +155,7 @@ def test_sigterm_ends_both_processes_cleanly(server: Server) -> None:
     assert not psutil.pid_exists(server.process.pid) or server.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_broken_weights_end_with_code_2_before_the_port_opens(
     tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def check(runner, kind: str, seed: int) -> None:
     compare(got, alone)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_the_host_change_nothing(runner, kind: str, seed: int) -> None:
@@ -98,6 +99,7 @@ def on(llm, prompts, params):
 SUFFIX = {"method": "suffix", "num_tokens": 3, "suffix_min_match": 1, "min_speed": 0.0}
 
 
+@pytest.mark.slow
 def test_the_doors_give_the_same_answers(llm) -> None:
     n_accepted = 0
     for params in ASKED:

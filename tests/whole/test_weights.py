@@ -85,6 +85,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_a_training_loop_feeds_the_engine(llm: LLM, odd_dir: Path, train: Any) -> None:
     params = train(train(drawn(odd_dir, 0)))
     before = tokens(llm)

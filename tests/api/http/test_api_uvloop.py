@@ -38,6 +38,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_uvloop(check):
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -72,6 +72,7 @@ def check(engine, requests, outputs, poison):
     assert not engine.busy
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("where", ["launch", "collect"])
 @pytest.mark.parametrize("n_poison", [1, 2, 5])

@@ -70,6 +70,7 @@ def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parents", "setting"), cases(DEVICE))
 def test_drafts_of_the_device_leave_the_targets_chances(name, parents, setting):
     how = SETTINGS[setting]
@@ -79,6 +80,7 @@ def test_drafts_of_the_device_leave_the_targets_chances(name, parents, setting):
     assert p_value(drawn, chances(how)) > P_MIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), cases([(name,) for name in HOST]))
 def test_drafts_of_the_host_leave_the_targets_chances(name, setting):
     how = SETTINGS[setting]

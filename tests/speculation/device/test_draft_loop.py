@@ -80,6 +80,7 @@ def drafting(kind: str, parents: tree.TreeShape, wished: int = 0, **options: Any
     return make_runner((bucket(parents),), speculation=made, **options)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "parents"), CASES)
 @pytest.mark.parametrize(("device", "depth"), [("all", 0), ("some", 1)])
 def test_speculative_equals_not(kind, parents, device, depth):
@@ -134,6 +135,7 @@ def guess_of(kind: str, runner: ModelRunner) -> draft_oracle.Guess:
     return draft_oracle.of_medusa(target, own) if kind == "medusa" else draft_oracle.of_model(own)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "parents"), CASES)
 def test_drafts_are_those_of_the_whole_text_run_anew(kind, parents):
     """So the drafter's KV is right for prompts in chunks, for accepted and after rejected drafts."""
@@ -208,6 +210,7 @@ def waking(kind: str) -> ModelRunner:
     return make_runner((ASLEEP, AWAKE), speculation=made, max_num_batched_tokens=96)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["same", "eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_what_a_drafter_missed_can_be_shown_to_it(kind):
     """Its drafts are then those of one that never slept, and the target's KV keeps every bit."""
@@ -288,6 +291,7 @@ def test_a_row_at_the_end_of_its_context_gets_no_drafts():
     assert Rig(runner, device="all", chunk=30).run([long, short]) == want
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "parents", "tp", "wished"),
     [
@@ -499,6 +503,7 @@ def test_params_of_the_target_are_swapped_alone():
     assert other != Rig(runner, device="all").run([job]) == Rig(shared()).run([job])
 
 
+@pytest.mark.slow
 def test_a_head_that_shares_the_targets_embedding_sees_other_weights():
     runner = drafting("eagle3", TREE)
     first = jax.tree.map(np.asarray, runner.params)
@@ -554,6 +559,7 @@ def test_pages_leave_and_return_with_the_drafters_part():
         np.testing.assert_array_equal(np.asarray(now)[[3, 4, 8, 9]], was[[3, 4, 8, 9]])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wished", [1, 2])
 def test_a_budget_of_host_memory_is_filled_by_pages_of_both(wished):
     """A page in host memory holds a drafter that every device has whole only once."""

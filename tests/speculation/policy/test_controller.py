@@ -83,6 +83,7 @@ def run(reqs, lim=None, **kw) -> tuple[Drive, dict]:
     return drive, drive.run()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("n_pages", [33, 12])
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "device", "copied", "right", "mixed", "wrong"])
@@ -227,6 +228,7 @@ def virtual_seconds(kind: str, acceptance: str, n: int, per_token: float, host_s
     return Clocked(drive, per_token, host_s).run()
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("kind", ["host", "blind", "device"])
 @pytest.mark.parametrize("per_token", [0.02, 0.3])
@@ -238,6 +240,7 @@ def test_drafts_that_never_stand_cost_less_than_two_percent(kind, n, per_token):
     assert on < 1.02 * off
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("kind", ["host", "blind", "device"])
 def test_drafts_that_stand_are_worth_the_wait(kind, n):

@@ -90,6 +90,7 @@ def test_a_crowd_is_not_drafted_for_and_the_backfill_follows_it(depth):
     assert drive.stood == drive.tried, "a draft was used that was made without the whole text"
 
 
+@pytest.mark.slow
 def test_after_a_long_crowd_what_costs_more_than_it_saves_is_not_backfilled():
     """Also where drafting went on when the crowd came."""
     drive = Watched(device_limits(max_model_len=1000, n_pages=900))
@@ -107,6 +108,7 @@ def test_after_a_long_crowd_what_costs_more_than_it_saves_is_not_backfilled():
     assert drive.tried == tried
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("n_pages", [200, 30])
 @pytest.mark.parametrize("seed", range(4))
@@ -204,6 +206,7 @@ def as_measured(plan) -> float:
     return 1e-3 * (1 + 0.02 * (4 * width + n_prefill + 0.1 * plan.n_draft))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("from_kv", [False, True])
 def test_rejected_drafts_are_probed_rarely(from_kv):
     drive = Watched(device_limits(drafts_from_kv=from_kv), depth=1, checks=False)

@@ -67,6 +67,7 @@ def oracle(source: str, **kwargs) -> str:
     return tokenizer.apply_chat_template(tokenize=False, **kwargs)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("generate", [False, True])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("talk", [*TALKS])
