@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jserve.model.families import register_family
     from jserve.model.feature import StepFeature
     from jserve.model.features import register_feature
+    from jserve.model.features.processor import RowView, logits_processor
+    from jserve.model.features.steering import steering
     from jserve.model.features.tap import tap
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jserve.request_options import Lane, RequestOptions, Retention
@@ -32,13 +34,16 @@ __all__ = [
     "RequestOptions",
     "RequestOutput",
     "Retention",
+    "RowView",
     "SamplingParams",
     "Sharding",
     "StepFeature",
     "StructuredOutputs",
     "explain_sharding",
+    "logits_processor",
     "register_family",
     "register_feature",
+    "steering",
     "tap",
 ]
 
@@ -59,6 +64,9 @@ _HOMES = {
     "StepFeature": "jserve.model.feature",
     "register_family": "jserve.model.families",
     "register_feature": "jserve.model.features",
+    "RowView": "jserve.model.features.processor",
+    "logits_processor": "jserve.model.features.processor",
+    "steering": "jserve.model.features.steering",
     "tap": "jserve.model.features.tap",
 }
 

@@ -215,6 +215,7 @@ def _engine(
 ) -> tuple[Engine, dict[str, Any]]:
     """One engine on ``mesh``, in a process that is set up."""
     from jserve.engine.engine import Engine
+    from jserve.model.features import registered
     from jserve.runner.programs import starting  # imports jax
     from jserve.sched.scheduler import Scheduler
 
@@ -237,6 +238,7 @@ def _engine(
         profiler=_profiler(config.device.profile_dir),
     )
     info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
+    info["taps"] = [feature.name for feature in registered() if feature.is_tap]
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     info["max_num_seqs"] = runner.limits.n_slots

@@ -120,6 +120,7 @@ def _card(config: EngineConfig, text: TextSide, info: dict[str, Any]) -> ModelCa
         version=__version__,
         fingerprint=fingerprint(text.name, __version__, info),
         scores_prompts=config.device.prompt_logprobs,
+        taps=() if config.server.allow_taps else tuple(info.get("taps", ())),
         masks=config.device.structured_outputs,
     )
 

@@ -433,6 +433,7 @@ class ServerOptions:
         "name of a thought in a chat completion",
         choices=("both", "reasoning", "reasoning_content"),
     )
+    allow_taps: bool = opt(False, "give requests the values of taps that plugins register")
     strict_params: bool = opt(False, "refuse request fields that would have no effect")
     enable_admin: bool = opt(False, "listen on admin_port for commands of an operator")
     admin_host: str = opt("127.0.0.1", "address of the admin port")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.attn_train import BLOCK, train
-from jserve.model.ctx import Ctx
+from jserve.model.ctx import Ctx, Edit
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.norms import normed
-from jserve.model.points import POST, PRE, in_layer, matching
+from jserve.model.points import POST, PRE, between_layers, matching
 from jserve.model.rope import for_context
 from jserve.model.shard import Axes, ParamSpec, ShardRules, is_spec, make_mesh, shardings
 from jserve.model.view import SAMPLING, StepView
@@ -199,21 +200,21 @@ def logprobs(
     return jnp.where(_places(segments)[0] > 0, jnp.roll(after, 1), 0.0)
 
 
-def _edits(model: FunctionalModel, add: Mapping[str, Any], T: int) -> dict[str, jax.Array]:
+def _edits(model: FunctionalModel, add: Mapping[str, Any], T: int) -> dict[str, Edit]:
     """``add`` for a pass over ``T`` tokens."""
-    known = {in_layer(i, name) for i in range(model.arch.L) for name in (PRE, POST)}
     for name in add:
-        if name not in known:
+        if name not in between_layers(model.arch):
             raise ConfigError(
                 f"add: {name!r} is no point of the residual stream: blocks.0 to"
                 f" {model.arch.L - 1} with {PRE} or {POST}",
                 field="add",
             )
     found = {name: jnp.asarray(x, jnp.float32) for name, x in add.items()}
-    return {
+    added = {
         name: x if x.ndim == 1 else jnp.pad(x, ((0, T - x.shape[0]), (0, 0)))
         for name, x in found.items()
     }
+    return {name: partial(jnp.add, x) for name, x in added.items()}
 
 
 def _places(segments_T: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -58,6 +58,8 @@ class RunnerLimits:
     features: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
     """Registered step features that programs have: what ``extra_args`` may name, each with the check of
     what it is asked, which raises ValueError."""
+    kv_names: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
+    """Of those that change KV, the text that names what is asked in the KV's key."""
     picks: int = 0
     """Most ids of ``logprob_token_ids``; 0 refuses it (programs cannot look at named ids)."""
     n_vocab_rows: int = 1 << 30

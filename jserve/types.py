@@ -58,6 +58,8 @@ class Request(RequestOptions):
     """None where the model writes no thoughts, or the prompt closed the thought already."""
     attempt: int = 0
     """Its outputs carry this number, so that those of an attempt that was given up are known as such."""
+    kv_name: str = ""
+    """The scheduler's: names what its step features change of its KV; "": nothing."""
     said: tuple[tuple[int, ...] | None, ...] = ()
     """For each choice the ids that earlier attempts told, behind which this one goes on; None: that choice
     is over. (): nothing came before this attempt."""

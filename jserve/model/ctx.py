@@ -6,6 +6,8 @@ too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 
@@ -18,6 +20,8 @@ from jserve.model.view import StepView
 
 Tables = tuple[jax.Array, jax.Array]
 """Cosines and sines of the tokens' positions under one rope, as ``rope.rope_tables`` gives them."""
+Edit = Callable[[jax.Array], jax.Array]
+"""float32[T, D] at a point -> what goes on from there."""
 
 
 @flax.struct.dataclass
@@ -28,8 +32,8 @@ class Ctx:
     tables: tuple[Tables, ...] | None
     """Of each of ``Arch.ropes``; None outside the layers."""
     view: StepView
-    edits: dict[str, jax.Array]
-    """Point of the residual stream -> float32[D] or [T, D] that is added to it there; none inside layers."""
+    edits: dict[str, Edit]
+    """Point of the residual stream -> what changes it there; none inside layers."""
     arch: Arch = flax.struct.field(pytree_node=False)
     attn: AttentionBackend = flax.struct.field(pytree_node=False)
     axes: Axes = flax.struct.field(pytree_node=False)
@@ -64,8 +68,8 @@ class Ctx:
         return self.replace(layer=layer, places=places, points=points, edits={})  # type: ignore[attr-defined]
 
     def edited(self, point: str, x_TD: jax.Array) -> jax.Array:
-        """The residual stream at ``point``, with what is to be added to it."""
-        return x_TD + self.edits[point] if point in self.edits else x_TD
+        """The residual stream at ``point``, changed as it is to be there."""
+        return self.edits[point](x_TD) if point in self.edits else x_TD
 
     def of_layer(
         self,

@@ -15,7 +15,9 @@ import numpy as np
 from jserve.types import RowPlan
 
 if TYPE_CHECKING:
-    from jserve.model.view import Bucket, Field, StepDims
+    import jax
+
+    from jserve.model.view import Bucket, Field, StepDims, StepView
     from jserve.speculation.device.draft_passes import StepOutcome
     from jserve.speculation.drafters.drafter import Target
 
@@ -49,12 +51,19 @@ class StepFeature:
     On the device, inside the step's shard_map:
     fields: (bucket, dims) -> its fields of the packed buffer, which ``StepView.extra`` holds by name.
     after:  (target, what came of the step) -> its output, a pytree; None: it has none.
+    writes: places of the residual stream that it changes, named alike, before or after a layer.
+    edit:   (view, float32[T, D] there) -> the stream that goes on; rows that have not asked keep theirs.
+    logits: (view, float32[E, V] of the places where tokens are drawn) -> those to draw from; rows that have not asked
+            keep theirs.
+    is_tap: its values are activations: over HTTP it is asked of a server with ``--allow-taps`` only.
     points: places of the model that it reads, as ``jserve.model.points`` names them (``*`` stands for anything);
             ``after`` finds their values, float32[T, D] each and in the order of a pass, in ``StepOutcome.read``.
 
     On the host, in numpy:
     check:  (what a request asks of it in ``extra_args``) -> None; raises ValueError where ``pack`` could
             not take it, and the request is refused with that message. By default all is taken.
+    kv_name: (what a request asks, once checked) -> a text that names its part in the KV of that request: other texts,
+            other KV, and pages are shared within one text only. None: KV is as without it.
     wanted: (rows) -> whether a row of a plan needs it; by default, whether a request of theirs names it in
             ``SamplingParams.extra_args``.
     pack:   (views, rows, at, dims) -> None: fill its fields, once places and tokens of the rows are in
@@ -67,6 +76,11 @@ class StepFeature:
 
     name: str
     points: tuple[str, ...] = field(compare=False, default=())
+    is_tap: bool = field(compare=False, default=False)
+    writes: tuple[str, ...] = field(compare=False, default=())
+    edit: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
+    logits: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
+    kv_name: Callable[[Any], str] | None = field(compare=False, default=None)
     fields: Callable[[Bucket, StepDims], tuple[Field, ...]] = field(
         compare=False, default=_no_fields
     )

@@ -51,6 +51,11 @@ def all_points(arch: Arch) -> tuple[str, ...]:
     return (*names, NORMALIZED)
 
 
+def between_layers(arch: Arch) -> tuple[str, ...]:
+    """Points of the residual stream before and after each layer, where it can be changed."""
+    return tuple(in_layer(i, name) for i in range(arch.L) for name in (PRE, POST))
+
+
 def matching(arch: Arch, patterns: Sequence[str], field: str) -> tuple[str, ...]:
     """The points that any of ``patterns`` names, in the order of a pass; ``*`` in a pattern stands for anything.
 
@@ -66,6 +71,22 @@ def matching(arch: Arch, patterns: Sequence[str], field: str) -> tuple[str, ...]
                 field=field,
             )
     return tuple(name for name in known if any(fnmatchcase(name, p) for p in patterns))
+
+
+def written_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:
+    """The points of a model where a step feature changes the residual stream.
+
+    Raises:
+        ConfigError: the model has none of that name, or it is not between layers; ``field`` is the feature's.
+    """
+    if not feature.writes:
+        return ()
+    found = matching(arch, feature.writes, feature.name)
+    for name in found:
+        if name not in between_layers(arch):
+            why = f"{name} cannot be changed, only {PRE} and {POST} of a layer"
+            raise ConfigError(f"{feature.name}: {why}", field=feature.name)
+    return found
 
 
 def read_by(arch: Arch, feature: StepFeature) -> tuple[str, ...]:

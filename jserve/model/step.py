@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -31,13 +32,13 @@ from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV, check_layers
-from jserve.model.ctx import Ctx
+from jserve.model.ctx import Ctx, Edit
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family, Pass
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
-from jserve.model.points import entering, read_by
+from jserve.model.points import entering, read_by, written_by
 from jserve.model.sample import Chosen, logprobs, processed, sample
 from jserve.model.shard import (
     Axes,
@@ -311,18 +312,20 @@ def run(
     if model.drafter is not None:
         params, own = params["target"], params["drafter"]
     points = _points(model, bucket)
-    done = _forward(model, params, _kept(view, model.n_pages), state, points)
+    edits = _edits(arch, bucket, view)
+    done = _forward(model, params, _kept(view, model.n_pages), state, points, edits)
     x_TD, kv, values = done.x_TD, done.kv, done.read
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = _target(model, params).own_logits(x_ED)
+        given_EV = _processed(model, bucket, view, raw_EV)
     with jax.named_scope("sample"):
         draws = draws_of(view)
         part = VocabPart.of(model.axes, arch.V)
-        drawn_E, ok_E = _SAMPLE(raw_EV, draws, state.slots, view.flags, part=part)
+        drawn_E, ok_E = _SAMPLE(given_EV, draws, state.slots, view.flags, part=part)
         seen_EV = raw_EV
         if model.logprobs_mode == "processed_logprobs":
-            seen_EV = _PROCESSED(raw_EV, draws, state.slots, view.flags, part=part)
+            seen_EV = _PROCESSED(given_EV, draws, state.slots, view.flags, part=part)
         picks_EK = _picks(state.slots, draws.slot_E)
         chosen = _LOGPROBS(seen_EV, drawn_E, view.flags, picks_EK, part=part)
     n_ok_D = None
@@ -399,23 +402,54 @@ def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(_drafter_points(model) if bucket.n_draft else ()), *asked]))
 
 
+def _processed(model: StepModel, bucket: Bucket, view: StepView, raw_EV: jax.Array) -> jax.Array:
+    """The logits to draw from, after those of the bucket's features that change them, in their order."""
+    for feature in bucket.features:
+        if feature.logits is not None:
+            if model.axes.split_logits:
+                why = f"split: {feature.name} changes whole rows of logits"
+                raise ConfigError(f"sharding.logits: {why}", field="sharding.logits")
+            raw_EV = feature.logits(view, raw_EV)
+    return raw_EV
+
+
+def _edits(arch: Arch, bucket: Bucket, view: StepView) -> dict[str, Edit]:
+    """The changes of the residual stream in steps of ``bucket``, several at one point in the order of features."""
+    found: dict[str, list[Edit]] = {}
+    for feature in bucket.features:
+        for name in written_by(arch, feature):
+            assert feature.edit is not None, f"{feature} has writes and no edit"
+            found.setdefault(name, []).append(partial(feature.edit, view))
+
+    def all_of(edits: list[Edit], x_TD: jax.Array) -> jax.Array:
+        return reduce(lambda x, edit: edit(x), edits, x_TD)
+
+    return {name: partial(all_of, edits) for name, edits in found.items()}
+
+
 def _drafter_points(model: StepModel) -> tuple[str, ...]:
     taps = () if model.drafter is None else model.drafter.taps
     return tuple(entering(i, model.arch.L) for i in taps)
 
 
 def _forward(
-    model: StepModel, params: Any, view: StepView, state: DeviceState, points: tuple[str, ...]
+    model: StepModel,
+    params: Any,
+    view: StepView,
+    state: DeviceState,
+    points: tuple[str, ...],
+    edits: dict[str, Edit],
 ) -> Pass:
     family, experts, kv = model.family, state.experts, state.kv[: model.n_own]
     ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
+    ctx = ctx.replace(edits=edits)  # type: ignore[attr-defined]
     if experts is not None:
         assert family.counted is not None, f"{family.name} counts nothing"
         return family.counted(ctx, params, kv, points)
-    if not points:
+    if not points and not edits:
         return Pass(*family.forward(ctx, params, kv), [], None)
     if family.tapped is None:
-        why = f"the family {family.name} has no points that can be read"
+        why = f"the family {family.name} has no points that can be read or changed"
         raise ConfigError(why, field="architectures")
     return Pass(*family.tapped(ctx, params, kv, points), None)
 

@@ -239,6 +239,7 @@ def runner_limits(
         scores_prompts=config.device.prompt_logprobs,
         max_prompt_logprobs=dims.scored,
         features={feature.name: feature.check for feature in registered()},
+        kv_names={f.name: f.kv_name for f in registered() if f.kv_name is not None},
         picks=dims.picks,
         n_vocab_rows=dims.n_vocab_rows,
         n_host_pages=n_host_pages,

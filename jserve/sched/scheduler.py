@@ -19,6 +19,7 @@ continue meanwhile. Jump-forward tokens become known tokens, which its next row 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
+from dataclasses import replace
 
 from jserve.config import EngineConfig
 from jserve.errors import BadRequest, DeadlineExceeded, RequestFailed
@@ -128,9 +129,17 @@ class Scheduler:
             Overloaded, RateLimited, DeadlineInfeasible, DeadlineUnreachable: see ``AdmissionGate.check``.
         """
         self.resources.retention.advance(now)
+        request = self.with_kv_name(request)
         if self.journal is not None:
             self.journal.arrival(request, now)
         self.enqueue(self.resources.retention.with_prefix(request), now)
+
+    def with_kv_name(self, request: Request) -> Request:
+        """``request`` with the name of what its step features change of its KV. What a feature refuses is refused by
+        ``check``."""
+        if not request.params.extra_args or not self.limits.kv_names:
+            return request
+        return replace(request, kv_name=admission.kv_name_of(request.params, self.limits))
 
     def check(self, request: Request) -> int:
         """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""

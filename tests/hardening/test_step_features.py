@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jserve import commands
+from jserve.config import EngineConfig
+from tests.api import fake
 from tests.hardening.world import CHAT, COMP, World, world
 
 RESPONSES = "/v1/responses"
@@ -65,6 +70,38 @@ async def test_responses_have_them_in_the_response(made: World) -> None:
     assert len(answer["extra"]["echo"]) == 9
     assert events[-1]["response"]["extra"] == answer["extra"]
     assert "extra" not in events[0]["response"]
+
+
+async def test_taps_are_given_where_they_are_allowed() -> None:
+    kept = replace(fake.card(), taps=("echo",))
+    async with world(serve={"model": kept}) as running:
+        for path, body in BODIES.items():
+            status, answer, _ = await running.srv.post(path, body | ECHO)
+            assert (status, answer["error"]["param"]) == (400, "vllm_xargs.echo")
+            assert "--allow-taps" in answer["error"]["message"]
+            assert (await running.srv.post(path, body))[0] == 200
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [(False, ("echo",)), (True, ())])
+def test_a_server_keeps_what_its_engine_calls_taps(allowed: bool, kept: tuple[str, ...]) -> None:
+    text = SimpleNamespace(name="m", aliases=(), eos_ids=(), defaults={})
+    info = {"max_model_len": 8, "vocab_size": 9, "taps": ["echo"]}
+    config = EngineConfig.of(allow_taps=allowed)
+    assert commands._card(config, text, info).taps == kept  # type: ignore[arg-type]
+
+
+async def test_custom_params_are_asked_of_features_too(made: World) -> None:
+    body = {"prompt": "hi", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    _, answer, _ = await made.srv.post("/v1/completions", body | {"custom_params": {"echo": 1}})
+    assert len(answer["choices"][0]["extra"]["echo"]) == 9
+    for custom, word in (({"other": 1}, "no such"), ({"echo": {"a": 2.0}}, "must be 1")):
+        (name,) = custom
+        status, answer, _ = await made.srv.post("/v1/completions", body | {"custom_params": custom})
+        assert (status, answer["error"]["param"]) == (400, f"custom_params.{name}")
+        assert word in answer["error"]["message"]
+    both = {"custom_params": {"echo": 1}, "vllm_xargs": {"echo": 1}}
+    status, answer, _ = await made.srv.post("/v1/completions", body | both)
+    assert (status, answer["error"]["param"]) == (400, "custom_params.echo")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -118,6 +118,7 @@ class MessagesBody(Prompt, Sampling):
     container: Any = refused()
     thread: Any = refused()
     vllm_xargs: Any = refused({})
+    custom_params: Any = refused({})
 
 
 class CountBody(Prompt):

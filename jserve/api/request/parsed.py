@@ -39,6 +39,8 @@ class ModelCard:
     """Hash of model and config, sent as ``system_fingerprint``."""
     scores_prompts: bool = True
     """True where the engine can give log-probabilities of prompt tokens."""
+    taps: tuple[str, ...] = ()
+    """Names of step features that give activations, which this server keeps to itself."""
     masks: bool = True
     """True where the engine can enforce a structure."""
     speech: Speech = PLAIN
@@ -101,7 +103,11 @@ class ParsedRequest:
     def named(self, error: E) -> E:
         """``error`` of whoever works on this ask further down, in the client's words."""
         holds = {"prompt": self.holder, "messages": self.holder, "max_tokens": self.length_field}
-        xargs = {f"extra_args.{name}": f"vllm_xargs.{name}" for name in self.params.extra_args}
+        custom = getattr(self.body, "custom_params", None) or {}
+        xargs = {
+            f"extra_args.{name}": f"{'custom_params' if name in custom else 'vllm_xargs'}.{name}"
+            for name in self.params.extra_args
+        }
         return renamed(error, {**holds, **xargs, **self.shape.names, **self.names})
 
     @contextlib.contextmanager

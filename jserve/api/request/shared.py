@@ -26,10 +26,13 @@ from jserve.api.request.naming import renamed
 from jserve.api.request.parsed import ModelCard, Served
 from jserve.api.request.values import (
     BIAS,
+    CUSTOM,
     RETAIN,
     STOP,
     XARGS,
     bias_of,
+    check_taps,
+    custom_of,
     ids_of,
     name_of,
     retain_of,
@@ -107,7 +110,7 @@ class Sampling(Service):
     grammar: Any = refused()
     structural_tag: Any = refused()
     custom_logit_processor: Any = refused()
-    custom_params: Any = refused({})
+    custom_params: Any = shaped(CUSTOM)
     detokenize: Any = refused(True)
     logprob_token_ids: Any = refused()
     lora_path: Any = refused()
@@ -204,11 +207,13 @@ def params_of(
     """
     given = {name: getattr(body, name) for name in _DRAWN if getattr(body, name) is not None}
     try:
+        xargs = xargs_of(body.vllm_xargs)
+        check_taps(xargs, card)
         lists = {
             "stop": stop_of(body.stop),
             "logit_bias": bias_of(body.logit_bias, card.vocab_size),
             "stop_token_ids": stop_ids_of(body.stop_token_ids, card),
-            "extra_args": xargs_of(body.vllm_xargs),
+            "extra_args": xargs | custom_of(body.custom_params, xargs),
         }
         if body.allowed_token_ids is not None:
             ids_of(body.allowed_token_ids, "allowed_token_ids", card.vocab_size)

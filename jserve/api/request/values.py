@@ -6,6 +6,7 @@ It owns the shapes of ``prompt``, ``stop``, ``logit_bias`` and id lists.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -67,6 +68,17 @@ XARGS = {
     "maxProperties": MAX_XARGS,
     "propertyNames": {"pattern": "^[A-Za-z0-9_-]{1,64}$"},
     "additionalProperties": {"anyOf": [_XARG, {"type": "array", "items": _XARG}]},
+}
+CUSTOM = {
+    "type": ["object", "null"],
+    "maxProperties": MAX_XARGS,
+    "propertyNames": {"pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    "additionalProperties": {
+        "anyOf": [
+            {"type": ["number", "boolean"]},
+            {"type": "object", "additionalProperties": {"type": "number"}},
+        ]
+    },
 }
 RETAIN = {
     "type": ["array", "null"],
@@ -180,20 +192,60 @@ def xargs_of(value: Any) -> dict[str, Any]:
             than 16 names or 64 KiB of JSON.
     """
     field = "vllm_xargs"
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or len(value) > MAX_XARGS:
-        raise BadRequest(f"{field} must be an object of at most {MAX_XARGS} names", field=field)
-    for name, asked in value.items():
-        if not re.fullmatch(XARGS["propertyNames"]["pattern"], name):
-            raise BadRequest(
-                f"{field} has the name {shown(name)}, which none can have", field=field
-            )
+    for name, asked in _named(value, field).items():
         items = asked if isinstance(asked, list) else [asked]
         if not {*map(type, items)} <= {str, int, float, bool}:
             kinds = "a string, a number, a boolean or a list of these"
             raise BadRequest(f"{field}.{name} must be {kinds}", field=f"{field}.{name}")
-    if len(orjson.dumps(value)) > MAX_XARGS_BYTES:
+    return value or {}
+
+
+def check_taps(asked: Mapping[str, Any], card: ModelCard) -> None:
+    """Raises BadRequest for activations of a server that keeps them to itself."""
+    for name in card.taps:
+        if name in asked:
+            field = f"vllm_xargs.{name}"
+            raise BadRequest(f"{field} gives activations, which needs --allow-taps", field=field)
+
+
+def custom_of(value: Any, taken: Mapping[str, Any]) -> dict[str, Any]:
+    """``custom_params``: the numbers that a request gives logits processors, by their names.
+
+    Args:
+        taken: what ``xargs_of`` gave, which has none of these names.
+
+    Raises:
+        BadRequest: not an object from names to numbers, true or objects of numbers, a larger one than that of
+            ``xargs_of``, or a name that is ``taken``.
+    """
+    field = "custom_params"
+    for name, asked in _named(value, field).items():
+        at = f"{field}.{name}"
+        numbers = asked.values() if isinstance(asked, dict) else [asked]
+        if asked is not True and not {*map(type, numbers)} <= {int, float}:
+            raise BadRequest(f"{at} must be true, a number or an object of numbers", field=at)
+        if name in taken:
+            raise BadRequest(f"{at} is in vllm_xargs too", field=at)
+    return value or {}
+
+
+def _named(value: Any, field: str) -> dict[str, Any]:
+    """An object from names of step features, empty for None. Raises BadRequest for anything else and for a larger one
+    than ``MAX_XARGS`` names or ``MAX_XARGS_BYTES`` of JSON."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_XARGS:
+        raise BadRequest(f"{field} must be an object of at most {MAX_XARGS} names", field=field)
+    for name in value:
+        if not re.fullmatch(XARGS["propertyNames"]["pattern"], name):
+            raise BadRequest(
+                f"{field} has the name {shown(name)}, which none can have", field=field
+            )
+    try:
+        size = len(orjson.dumps(value))
+    except orjson.JSONEncodeError:  # nested too deep
+        size = MAX_XARGS_BYTES + 1
+    if size > MAX_XARGS_BYTES:
         raise BadRequest(f"{field} may take at most {MAX_XARGS_BYTES} bytes of JSON", field=field)
     return value
 

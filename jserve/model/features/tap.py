@@ -37,6 +37,7 @@ def tap(name: str, *points: str, reduce: Reduce | None = None) -> StepFeature:
     return StepFeature(
         name=name,
         points=points,
+        is_tap=True,
         check=_check,
         after=partial(_after, reduce or (lambda x_PD: x_PD)),
         unpack=_unpack,

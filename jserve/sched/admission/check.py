@@ -143,6 +143,19 @@ def _check_extra(params: SamplingParams, limits: RunnerLimits) -> None:
             raise BadRequest(f"{field}: {error}", field=field) from None
 
 
+def kv_name_of(params: SamplingParams, limits: RunnerLimits) -> str:
+    """The text that names what step features change of the KV of a request; "" where ``check`` refuses it."""
+    names = sorted({*params.extra_args} & {*limits.kv_names})
+    try:
+        for name in names:
+            limits.features[name](params.extra_args[name])
+        return " ".join(
+            f"{name}:{limits.kv_names[name](params.extra_args[name])}" for name in names
+        )
+    except ValueError:
+        return ""
+
+
 def _check_service(request: Request) -> None:
     """Lane and deadlines, which every door takes from its client."""
     if request.lane not in _LANES:

@@ -20,6 +20,7 @@ def create(scheduler: Scheduler, request: Request, ttl_s: float, now: float) -> 
     """
     retention = scheduler.resources.retention
     retention.advance(now)
+    request = scheduler.with_kv_name(request)
     if scheduler.journal is not None:
         scheduler.journal.create(request, ttl_s, now)
     handle = retention.open(request, ttl_s)

@@ -108,4 +108,5 @@ class CacheRetention:
 
 def root_of(request: Request) -> RootKey:
     """The root that the prefixes of ``request`` hang on."""
-    return request.tenant, request.cache_salt, request.adapter
+    changed = [name for name in (request.adapter, request.kv_name) if name]
+    return request.tenant, request.cache_salt, " ".join(changed) or None

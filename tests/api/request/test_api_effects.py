@@ -79,6 +79,7 @@ GOOD: dict[Any, Good] = {
     "allowed_token_ids": Good([5]),
     "bad_words": Good(["red"]),
     "vllm_xargs": Good({"entropy": [1, 0.5]}),
+    "custom_params": Good({"sharpen": {"by": 0.5}}),
     "n": Good(2),
     "max_tokens": Good(7),
     "max_completion_tokens": Good(7),

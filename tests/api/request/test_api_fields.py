@@ -82,6 +82,11 @@ BAD: dict[Any, list[Any]] = {
         *(1, "x", [1], {"": 1}, {"a b": 1}, {"x" * 65: 1}, {str(i): 1 for i in range(17)}),
         *({"x": None}, {"x": {}}, {"x": [[1]]}, {"x": [None]}, {"x": "a" * 65536}),
     ],
+    "custom_params": [
+        *(1, "x", [1], {"": 1}, {"a b": 1}, {str(i): 1 for i in range(17)}, {"x": "a"}),
+        *({"x": None}, {"x": False}, {"x": [1]}, {"x": {"a": "1"}}, {"x": {"a": True}}),
+        *({"x": {"a": {}}}, {"x": {str(i) * 64: 1.0 for i in range(2000)}}),
+    ],
     "n": [*NOT_AN_INT, 0, -1, 129],
     "max_tokens": [*NOT_AN_INT, -1, 100_000, 2**31],
     "max_completion_tokens": [*NOT_AN_INT, 0, -1, 100_000],

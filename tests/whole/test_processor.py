@@ -1,0 +1,116 @@
+"""Logits processors: rows that ask draw from the logits that the function gives, beside rows that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jserve import LLM, RowView, SamplingParams, logits_processor
+from jserve.errors import BadRequest, ConfigError
+from jserve.model import features
+from jserve.model.features import register_feature
+from jserve.model.hand import step_model
+from jserve.model.step import make_step
+from jserve.model.view import Bucket, buffer_size
+from tests.whole.conftest import SMALL_OPTIONS
+
+PROMPT = " ".join(["the quick brown fox jumps over the lazy dog"] * 3)
+
+
+def only(logits_V: jax.Array, row: RowView) -> jax.Array:
+    """Nothing but the token whose id is the position, plus what is asked."""
+    wanted = row.position + row.numbers["plus"].astype(jnp.int32)
+    return jnp.where(jnp.arange(logits_V.shape[0]) == wanted, 0.0, -jnp.inf)
+
+
+def unlike(logits_V: jax.Array, row: RowView) -> jax.Array:
+    """The token before is less likely."""
+    at = jnp.arange(logits_V.shape[0]) == row.token
+    return jnp.where(at, logits_V - row.numbers["by"], logits_V)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "_REGISTERED", {})
+        register_feature(logits_processor("only", only, plus=1.0))
+        register_feature(logits_processor("unlike", unlike, by=0.0))
+        register_feature(logits_processor("halves", lambda x_V, row: x_V / 2))
+        options = {**SMALL_OPTIONS, "max_num_seqs": 4}
+        with LLM(
+            str(tiny_dir), **options, dtype="float32", speculative={"method": "ngram"}
+        ) as engine:
+            yield engine
+
+
+def params(temperature: float = 0.0, **extra: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature,
+        seed=5,
+        max_tokens=12,
+        ignore_eos=True,
+        logprobs=0,
+        extra_args=extra,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_that_ask_draw_from_what_it_gives(llm: LLM) -> None:
+    asked = [
+        params(),
+        params(only={"plus": 7}),
+        params(only=3, unlike=0.0),
+        params(1.0, only=True),
+        params(0.5),
+        params(0.25, halves=True),
+        params(unlike=1e9),
+    ]
+    outs = llm.generate([PROMPT] * len(asked), asked, use_tqdm=False)
+    assert llm._engine.runner.programs.late_compiles == 0  # type: ignore[attr-defined]
+    first = len(outs[0].prompt_token_ids)
+    tokens = [list(out.outputs[0].token_ids) for out in outs]
+    assert tokens[1] == list(range(first + 7, first + 19))
+    assert tokens[2] == list(range(first + 3, first + 15))
+    assert tokens[3] == list(range(first + 1, first + 13))
+    assert tokens[5] == tokens[4], "half the logits at half the temperature"
+    assert all(one != two for one, two in zip(tokens[6], tokens[6][1:], strict=False))
+    alone = [llm.generate([PROMPT], each, use_tqdm=False)[0] for each in asked]
+    assert [list(out.outputs[0].token_ids) for out in alone] == tokens
+    raw = outs[1].outputs[0].logprobs[0][tokens[1][0]].logprob
+    assert raw < -1.0, "log-probabilities are the model's"
+    assert outs[1].outputs[0].extra == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    ["x", [1.0], {"minus": 1.0}, {"plus": "1"}, {"plus": float("nan")}, {"plus": 1e39}, False],
+)
+def test_what_is_asked_is_checked(llm: LLM, asked: Any) -> None:
+    with pytest.raises(BadRequest) as caught:
+        llm.generate("x", SamplingParams(extra_args={"only": asked}))
+    assert caught.value.field == "extra_args.only"
+
+
+def test_what_is_registered_is_checked(tiny_dir: Path) -> None:
+    for numbers in ({f"n{i}": 0.0 for i in range(9)}, {"a": float("inf")}):
+        with pytest.raises(ConfigError) as caught:
+            logits_processor("many", only, **numbers)
+        assert caught.value.field == "many"
+    model = step_model(json.loads((tiny_dir / "config.json").read_text()))
+
+    def trace(feature: Any, of: Any = model) -> None:
+        bucket = Bucket(D=2, P=0, F=0, features=(feature,))
+        buf = jax.ShapeDtypeStruct((buffer_size(of.fields(bucket)),), jnp.int32)
+        jax.eval_shape(make_step(of, bucket), of.abstract_params(), of.abstract_state(), buf)
+
+    trace(logits_processor("same", lambda x_V, row: x_V))
+    with pytest.raises(ConfigError, match="logits a row"):
+        trace(logits_processor("short", lambda x_V, row: x_V[1:]))
