@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jserve.model.features.processor import RowView, logits_processor
     from jserve.model.features.steering import steering
     from jserve.model.features.tap import tap
+    from jserve.model.module_family import family_of
     from jserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jserve.request_options import Lane, RequestOptions, Retention
     from jserve.sampling import SamplingParams, StructuredOutputs
@@ -40,6 +41,7 @@ __all__ = [
     "StepFeature",
     "StructuredOutputs",
     "explain_sharding",
+    "family_of",
     "logits_processor",
     "register_family",
     "register_feature",
@@ -62,6 +64,7 @@ _HOMES = {
     "StructuredOutputs": "jserve.sampling",
     "explain_sharding": "jserve.sizing.explain",
     "StepFeature": "jserve.model.feature",
+    "family_of": "jserve.model.module_family",
     "register_family": "jserve.model.families",
     "register_feature": "jserve.model.features",
     "RowView": "jserve.model.features.processor",
