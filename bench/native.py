@@ -4,6 +4,8 @@
 
 MODEL is a shape of ``bench.models`` or a directory with a config.json (default: the shipped model); weights are
 random. A turn runs one call of either side, A B A B; ratios are medians over turns of XLA's time over the kernels'.
+Lines: products alone; whole decode steps; steps whose attention alone is XLA's or the kernels'; a chunk of prefill at
+the end of one sequence, likewise.
 GB/s counts each weight once, beside what reading memory alone reaches.
 """
 
@@ -37,6 +39,8 @@ from jserve.model.view import Bucket
 from jserve.runner.state import new_state
 
 PAGE = 32
+CHUNK = 256
+"""Prefill tokens of a step."""
 Call = Callable[[], Any]
 SHOWN = (
     "{model:12} {what:9} {rows:4d} {xla_ms:10.2f} {native_ms:10.2f} {ratio:6.2f}"
@@ -111,15 +115,34 @@ def products(params: Any, rows: int, level: str) -> tuple[Call, Call]:
     return call(""), call(level)
 
 
-def decode(model: StepModel, params: Any, rows: int, context: int, level: str) -> Call:
-    """Whole decode steps of ``rows`` sequences of ``context`` tokens, with kernels of ``level``; empty: by XLA."""
-    attention = backend("native" if native.has_attention(level) else "xla")
-    model = dataclasses.replace(model, kernels=level, backend=attention)
-    bucket = Bucket(D=max(2, rows), P=0, F=0)
+def steps(
+    model: StepModel,
+    params: Any,
+    rows: int,
+    context: int,
+    level: str,
+    *,
+    attention: str = "",
+    chunk: int = 0,
+) -> Call:
+    """Whole decode steps of ``rows`` sequences of ``context`` tokens, with kernels of ``level``; empty: by XLA.
+
+    Args:
+        attention: "xla" or "native"; by default native where the level has one.
+        chunk: prefill so many last tokens of one such sequence instead.
+    """
+    attention = attention or ("native" if native.has_attention(level) else "xla")
+    model = dataclasses.replace(model, kernels=level, backend=backend(attention))
     M = model.dims.M
-    pages = [range(1 + r * M, 1 + (r + 1) * M) for r in range(rows)]
-    tokens = [Row(list(pages[r]), context - 1, [5 + r]) for r in range(rows)]
-    buf = pack(bucket, model.dims, model.backend, tokens, [])
+    pages = [list(range(1 + r * M, 1 + (r + 1) * M)) for r in range(rows)]
+    if chunk:
+        bucket = Bucket(D=2, P=chunk, F=1)
+        prefill = [Row(pages[0], context - chunk, [5 + i for i in range(chunk)])]
+        buf = pack(bucket, model.dims, model.backend, [], prefill)
+    else:
+        bucket = Bucket(D=max(2, rows), P=0, F=0)
+        tokens = [Row(pages[r], context - 1, [5 + r]) for r in range(rows)]
+        buf = pack(bucket, model.dims, model.backend, tokens, [])
     held = [new_state(model)]
     step = jax.jit(make_step(model, bucket), donate_argnums=1)
     compiled = step.lower(params, held[0], buf).compile()
@@ -129,6 +152,26 @@ def decode(model: StepModel, params: Any, rows: int, context: int, level: str) -
         return out.packed_RX
 
     return run
+
+
+def _either(
+    model: StepModel,
+    params: Any,
+    rows: int,
+    context: int,
+    levels: tuple[str, str],
+    *,
+    attention: bool = False,
+    chunk: int = 0,
+) -> tuple[Call, Call]:
+    """Steps by XLA and by kernels; ``attention``: of steps that differ in their attention alone."""
+    names = ("xla", "native") if attention else ("", "")
+    both = zip(levels, names, strict=True)
+    first, second = (
+        steps(model, params, rows, context, level, attention=name, chunk=chunk)
+        for level, name in both
+    )
+    return first, second
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -153,15 +196,17 @@ def measure(
     n_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     lines = []
     for n in rows:
-        for what in ("products", "step"):
-            calls = (
-                products(params, n, level)
-                if what == "products"
-                else (
-                    decode(model, params, n, context, ""),
-                    decode(model, params, n, context, level),
-                )
-            )
+        cases = [("products", products(params, n, level))]
+        cases.append(("step", _either(model, params, n, context, ("", level))))
+        if native.has_attention(level):
+            one = _either(model, params, n, context, (level, level), attention=True)
+            cases.append(("attention", one))
+        if n == rows[0] and context > CHUNK:
+            for what, levels in (("chunk", ("", level)), ("chunk attn", (level, level))):
+                attention = what != "chunk"
+                one = _either(model, params, n, context, levels, attention=attention, chunk=CHUNK)
+                cases.append((what, one))
+        for what, calls in cases:
             about = {
                 "model": Path(name).name,
                 "what": what,

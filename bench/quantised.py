@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import report
-from bench.native import PAGE, Call, config_of, decode, drawn, in_turns, read_gb_s
+from bench.native import PAGE, Call, config_of, drawn, in_turns, read_gb_s, steps
 from bench.probe import record
 from jserve.model import native
 from jserve.model.hand import step_model
@@ -93,12 +93,12 @@ def measure(
         numbers = drawn_numbers(model.abstract_params())
         stored, of_bf16 = size(numbers), size(params)
         for n in rows:
-            before = decode(wide, params, n, context, level)
-            ours = decode(model, numbers, n, context, level)
+            before = steps(wide, params, n, context, level)
+            ours = steps(model, numbers, n, context, level)
             times = in_turns(before, ours, turns)
             line = {"model": Path(name).name, "form": form, "rows": n}
             line |= {"bf16_ms": times["xla_ms"], "form_ms": times["native_ms"]}
-            xla = decode(model, numbers, n, context, "") if with_xla else None
+            xla = steps(model, numbers, n, context, "") if with_xla else None
             seconds = seconds_of(xla) if xla else 0.0
             line |= {"ratio": times["ratio"], "xla_ms": round(seconds * 1e3, 3)}
             line["gb_s"] = round(stored / line["form_ms"] / 1e6, 1)

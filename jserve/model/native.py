@@ -147,7 +147,7 @@ def attends(pool: jax.Array, G: int) -> bool:
 
 
 def has_attention(level: str) -> bool:
-    return level == "avx512_bf16"
+    return level in ("avx2", "avx512f", "avx512_bf16")
 
 
 class Rows(NamedTuple):

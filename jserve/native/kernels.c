@@ -1123,6 +1123,9 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
  *   tile    for each query head, STEP positions at a time: scores, running softmax, values. Weights are bfloat16, as
  *           XLA's are.
  *
+ * Without AVX512_BF16 both are computed in float32 by AVX2, all query heads of up to ROWS / heads tokens together, NEARBY
+ * positions at a time: keys and values are widened once for them.
+ *
  * A chunk of work is one of these for one kv head, heads in the outer order, so that pages which rows share are met
  * again while a cache has them. What is not finite among keys makes the token's result NaN, among values it reads as
  * zero, so that what nobody may see cannot leave its place with a weight of zero. */
@@ -1530,11 +1533,193 @@ T_BF16 static void bf16_attention_chunk(const Job *job, i64 number, int seat) {
   else
     tile_attention(a, item, head, 0);
 }
+/* --- AVX2: rows of queries against keys and values that are widened once for all of them --- */
+
+enum { ROWS = 32, NEARBY = 32 };
+
+/* The query heads of one or several tokens over one kv head. */
+typedef struct {
+  float q[ROWS][MOST_HEAD], o[ROWS][MOST_HEAD];
+  float top[ROWS], total[ROWS], odd[ROWS]; /* odd: NaN once a score was not finite */
+  int32_t low[ROWS], high[ROWS];           /* the positions that a row sees: [low, high) */
+  float k[NEARBY][MOST_HEAD], v[NEARBY][MOST_HEAD];
+  float score[2][NEARBY];
+} Group;
+
+T_AVX2 INLINE __m256i widened8(const bf16 *p) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+}
+
+/* Keys and values of ``n`` positions from ``first`` on; values that are not finite are zero. */
+T_AVX2 INLINE void group_widen(Group *s, const Attention *a, const int32_t *pages, i64 head, i64 first, i64 n) {
+  const __m256i exponent = _mm256_set1_epi32(0x7f800000);
+  const i64 H = a->H;
+  for (i64 at = 0; at < n; at += BLOCK) {
+    const i64 here = place(a, pages, head, first + at);
+    for (i64 i = 0; i < BLOCK; i++)
+      for (i64 h = 0; h < H; h += 8) {
+        __m256i v = widened8(a->v + here + i * H + h);
+        v = _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_and_si256(v, exponent), exponent), v);
+        _mm256_storeu_si256((__m256i *)(s->k[at + i] + h), widened8(a->k + here + i * H + h));
+        _mm256_storeu_si256((__m256i *)(s->v[at + i] + h), v);
+      }
+  }
+}
+
+/* Scores of ``n`` positions for rows r and, where ``two``, r + 1. */
+T_AVX2 INLINE void group_scores(Group *s, i64 r, i64 n, i64 H, int two) {
+  const float *q = s->q[r], *t = s->q[two ? r + 1 : r];
+  for (i64 i = 0; i < n; i += 4) {
+    const float *k = s->k[i];
+    avx2_f a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, l = {0};
+    for (i64 h = 0; h < H; h += 8) {
+      const avx2_f x = avx2_at(q + h), y = avx2_at(t + h);
+      const avx2_f k0 = avx2_at(k + h), k1 = avx2_at(k + MOST_HEAD + h);
+      const avx2_f k2 = avx2_at(k + 2 * MOST_HEAD + h), k3 = avx2_at(k + 3 * MOST_HEAD + h);
+      a += x * k0, b += x * k1, c += x * k2, d += x * k3;
+      if (two) e += y * k0, f += y * k1, g += y * k2, l += y * k3;
+    }
+    {
+      SUMS4((__m256)a, (__m256)b, (__m256)c, (__m256)d)
+      _mm_storeu_ps(s->score[0] + i, sums);
+    }
+    if (two) {
+      SUMS4((__m256)e, (__m256)f, (__m256)g, (__m256)l)
+      _mm_storeu_ps(s->score[1] + i, sums);
+    }
+  }
+}
+
+/* Scores of ``n`` positions from ``first`` on become weights of row r, which sees some of them; its sums so far are brought
+ * to the new top. */
+T_AVX2 INLINE void group_weights(Group *s, i64 r, float *score, i64 first, i64 n, i64 H) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i below = _mm256_set1_epi32(s->low[r] - 1), above = _mm256_set1_epi32(s->high[r]);
+  const __m256 none = _mm256_set1_ps(-INFINITY);
+  __m256 most = none, odd = _mm256_setzero_ps();
+  for (i64 i = 0; i < n; i += 8) {
+    __m256i pos = _mm256_add_epi32(_mm256_set1_epi32((int)(first + i)), lanes);
+    __m256 seen = (__m256)_mm256_and_si256(_mm256_cmpgt_epi32(pos, below), _mm256_cmpgt_epi32(above, pos));
+    __m256 x = _mm256_loadu_ps(score + i);
+    odd = _mm256_fmadd_ps(_mm256_and_ps(x, seen), _mm256_setzero_ps(), odd);
+    x = _mm256_blendv_ps(none, x, seen);
+    _mm256_storeu_ps(score + i, x);
+    most = _mm256_max_ps(most, x);
+  }
+  SUMS4(odd, odd, odd, odd)
+  s->odd[r] += _mm_cvtss_f32(sums);
+  float tops[8], top = s->top[r];
+  _mm256_storeu_ps(tops, most);
+  for (int i = 0; i < 8; i++) top = tops[i] > top ? tops[i] : top;
+  if (top > s->top[r]) {
+    const avx2_f keep = avx2_exp(avx2_all(s->top[r] - top));
+    for (i64 h = 0; s->total[r] != 0 && h < H; h += 8) *(avx2_f *)(s->o[r] + h) *= keep;
+    s->total[r] *= keep[0];
+    s->top[r] = top;
+  }
+  avx2_f total = {0};
+  for (i64 i = 0; i < n; i += 8) {
+    const __m256 x = _mm256_loadu_ps(score + i), seen = _mm256_cmp_ps(x, none, _CMP_NEQ_UQ);
+    const __m256 p = _mm256_and_ps((__m256)avx2_exp((avx2_f)x - avx2_all(top)), seen);
+    _mm256_storeu_ps(score + i, p);
+    total += (avx2_f)p;
+  }
+  for (int i = 0; i < 8; i++) s->total[r] += total[i];
+}
+
+/* Values of ``n`` positions times their weights, added to rows r and, where ``two``, r + 1. */
+T_AVX2 INLINE void group_values(Group *s, i64 r, i64 n, i64 H, int two) {
+  float *o = s->o[r], *t = s->o[two ? r + 1 : r];
+  for (i64 h = 0; h < H; h += 32) {
+    avx2_f a = avx2_at(o + h), b = avx2_at(o + h + 8), c = avx2_at(o + h + 16), d = avx2_at(o + h + 24);
+    avx2_f e = avx2_at(t + h), f = avx2_at(t + h + 8), g = avx2_at(t + h + 16), l = avx2_at(t + h + 24);
+    for (i64 i = 0; i < n; i++) {
+      const float *v = s->v[i] + h;
+      const avx2_f x = avx2_all(s->score[0][i]), y = avx2_all(s->score[1][i]);
+      a += x * avx2_at(v), b += x * avx2_at(v + 8), c += x * avx2_at(v + 16), d += x * avx2_at(v + 24);
+      if (two) e += y * avx2_at(v), f += y * avx2_at(v + 8), g += y * avx2_at(v + 16), l += y * avx2_at(v + 24);
+    }
+    *(avx2_f *)(o + h) = a, *(avx2_f *)(o + h + 8) = b, *(avx2_f *)(o + h + 16) = c, *(avx2_f *)(o + h + 24) = d;
+    if (two)
+      *(avx2_f *)(t + h) = e, *(avx2_f *)(t + h + 8) = f, *(avx2_f *)(t + h + 16) = g, *(avx2_f *)(t + h + 24) = l;
+  }
+}
+
+/* Positions [from, to) for ``n_rows`` rows. */
+T_AVX2 INLINE void group_span(Group *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to, i64 n_rows) {
+  for (i64 first = from / BLOCK * BLOCK; first < to; first += NEARBY) {
+    const i64 n = min64(NEARBY, up_to(to - first, BLOCK));
+    for (i64 pos = first + NEARBY; pos < min64(first + 2 * NEARBY, to); pos += BLOCK)
+      for (i64 i = 0; i < BLOCK * a->H; i += 32) {
+        _mm_prefetch((const char *)(a->k + place(a, pages, head, pos) + i), _MM_HINT_T0);
+        _mm_prefetch((const char *)(a->v + place(a, pages, head, pos) + i), _MM_HINT_T0);
+      }
+    group_widen(s, a, pages, head, first, n);
+    for (i64 r = 0; r < n_rows; r += 2) {
+      const int two = r + 1 < n_rows;
+      if (two)
+        group_scores(s, r, n, a->H, 1);
+      else
+        group_scores(s, r, n, a->H, 0);
+      group_weights(s, r, s->score[0], first, n, a->H);
+      if (two) {
+        group_weights(s, r + 1, s->score[1], first, n, a->H);
+        group_values(s, r, n, a->H, 1);
+      } else {
+        group_values(s, r, n, a->H, 0);
+      }
+    }
+  }
+}
+
+T_AVX2 INLINE void group_queries(Group *s, const float *q, const Attention *a, i64 n, i64 heads) {
+  for (i64 i = 0; i < n; i++)
+    for (i64 g = 0; g < heads; g++)
+      for (i64 h = 0; h < a->H; h++)
+        s->q[i * heads + g][h] = widen(narrow(q[(i * a->N + g) * a->H + h] * a->scale));
+}
+
+/* ``heads`` query heads of an item's tokens, from head g of the kv head on. */
+T_AVX2 INLINE void group_attention(Group *s, const Attention *a, const Item *item, i64 head, i64 g, i64 heads) {
+  const i64 H = a->H, at = (item->token * a->N + head * (a->N / a->K) + g) * H, n_rows = item->n * heads;
+  const int32_t *pages = a->table + item->row * a->M;
+  i64 behind = 0;
+  for (i64 r = 0; r < n_rows; r++) {
+    const i64 end = item->start + r / heads + 1, low = a->window ? max64(end - a->window, 0) : 0;
+    s->top[r] = -FLT_MAX, s->total[r] = 0, s->odd[r] = 0;
+    s->low[r] = 0, s->high[r] = (int32_t)min64(a->sinks, low);
+    behind = max64(behind, s->high[r]);
+    memset(s->o[r], 0, (size_t)H * sizeof(float));
+  }
+  if (a->far) {
+    group_queries(s, a->far + at, a, item->n, heads);
+    group_span(s, a, pages, head, 0, behind, n_rows);
+  }
+  for (i64 r = 0; r < n_rows; r++) {
+    s->high[r] = (int32_t)(item->start + r / heads + 1);
+    s->low[r] = a->window ? (int32_t)max64(s->high[r] - a->window, 0) : 0;
+  }
+  group_queries(s, a->q + at, a, item->n, heads);
+  group_span(s, a, pages, head, s->low[0], item->start + item->n, n_rows);
+  for (i64 r = 0; r < n_rows; r++) {
+    const float by = 1.0f / s->total[r] + s->odd[r];
+    for (i64 h = 0; h < H; h++) a->o[at + (r / heads * a->N + r % heads) * H + h] = s->o[r][h] * by;
+  }
+}
+
+T_AVX2 static void avx2_attention_chunk(const Job *job, i64 number, int seat) {
+  (void)seat;
+  const Attention *a = job->work;
+  const Item *item = a->items + number % a->n_items;
+  const i64 G = a->N / a->K, most = max64(1, ROWS / item->n);
+  Group s;
+  for (i64 g = 0; g < G; g += most) group_attention(&s, a, item, number / a->n_items, g, min64(most, G - g));
+}
 #endif /* X86 */
 
 /* Whether there is an attention of that level for these sizes. */
 static int serves(int level, const Attention *a) {
-  return level >= AVX512_BF16 && a->H % 32 == 0 && a->H <= MOST_HEAD && a->K > 0 && a->N % a->K == 0 &&
+  return level >= AVX2 && a->H % 32 == 0 && a->H <= MOST_HEAD && a->K > 0 && a->N % a->K == 0 &&
          a->N / a->K <= MOST_GROUP && a->Z % BLOCK == 0;
 }
 
@@ -1578,7 +1763,7 @@ static int attention(int level, Attention *a, const FfiCall *call) {
   for (i64 i = 0; i < a->n_items; i++) seen += (i64)(a->items[i].start + a->items[i].n) * a->items[i].n;
   if (seen * a->K * a->H * 2 * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   job->n_chunks = a->n_items * a->K;
-  job->chunk = bf16_attention_chunk;
+  job->chunk = level >= AVX512_BF16 ? bf16_attention_chunk : avx2_attention_chunk;
   job->work = a;
   run_job(job, call);
   return 1;
