@@ -117,7 +117,7 @@ def family_of(
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """What ``family_of`` was given, and the functions of its family."""
+    """The arguments of ``family_of``, and the functions of its family."""
 
     name: str
     arch: Arch

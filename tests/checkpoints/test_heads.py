@@ -107,6 +107,7 @@ def test_what_comes_later_does_not_change_a_draft(trained):
         assert not np.array_equal(a[i, at - ahead], b[i, at - ahead])
 
 
+@pytest.mark.slow
 def test_other_documents_do_not_change_a_draft(trained):
     config, task, params = trained
     tokens, documents = some_tokens(12), [1] * 5 + [2] * 7
@@ -150,6 +151,7 @@ def test_the_draft_vocabulary_is_what_is_said_most(tiny_tokenizer):
     assert tiny_tokenizer.token_to_id("<tool_response>") not in ids
 
 
+@pytest.mark.slow
 def test_only_the_draft_vocabulary_is_learnt(target, tiny_tokenizer):
     """Where the target's best token cannot be drafted, nothing is to be learnt."""
     config = dataclasses.replace(HEADS["eagle3"], steps=1)

@@ -71,6 +71,7 @@ def stop_after(step):
     return report
 
 
+@pytest.mark.slow
 def test_the_stages_before_are_in_the_state(folder, tiny_tokenizer, tmp_path):
     before = continued.stages(folder)
     assert before == ("10 tokens, 2 steps",)

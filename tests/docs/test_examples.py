@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jserve.model import families
 from tests.docs.pages import ROOT, posted
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -113,6 +114,14 @@ def test_probe(in_root: Callable, capsys) -> None:
     assert said["blocks.4.hook_resid_post"].startswith("'<think>'")
     assert said["steered by 0"].startswith("'<think>'")
     assert not said["steered by 4"].startswith("'<think>'")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_own_module(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_FAMILIES", {**families._FAMILIES})
+    start("own_module")
+    assert capsys.readouterr().out.count("24 tokens are those of the module's own loop") == 2
 
 
 @pytest.mark.slow

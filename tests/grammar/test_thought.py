@@ -222,6 +222,7 @@ STRUCTURES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spec", STRUCTURES, ids=lambda spec: spec.given[0])
 def test_no_structure_makes_a_model_think(spec):
     """A thought begins for the seeds that begin it without the structure, and for no others; up to its

@@ -210,7 +210,7 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         _compiled.cache_clear()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("span", "logits"), KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_ref(case: str, span: Span, logits: bool, name: str) -> None:
@@ -231,7 +231,7 @@ def test_rows_of_several_tokens(case: str, span: Span, logits: bool, name: str) 
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["ref", "xla", "dense"])
 @pytest.mark.parametrize(
     "span", [Span(window=1), Span(window=11), Span(window=150), Span(chunk=21)], ids=str
@@ -271,6 +271,7 @@ def test_chunks_give_what_the_whole_gives(name: str) -> None:
         np.testing.assert_allclose(np.concatenate([head, tail]), whole, atol=1e-6)
 
 
+@pytest.mark.one_in(2)
 def test_buckets_give_the_same(name: str) -> None:
     case = Case(decode=((200, 1),), prefill=((17, 40),))
     small = run(name, case, bucket=Bucket(D=1, P=40, F=1))

@@ -134,7 +134,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_bugs_are_seen(
     plant: str, alone: np.ndarray, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def test_what_is_too_large_saturates_and_what_is_no_number_stays_none() -> None:
     np.testing.assert_array_equal(got, [LARGEST, LARGEST, -LARGEST, np.nan, np.nan, np.nan, 0.0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "atol"), [("xla", 2e-6), ("dense", 2e-2)])
 @pytest.mark.parametrize("window", [0, 11])
 @pytest.mark.parametrize("case", ["mixed", "block border", "late chunk", "one long, rest short"])
@@ -126,6 +127,7 @@ def test_logits_stay_near_those_of_transformers(architecture: str, attn: str) ->
     assert same > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_scales_of_a_checkpoint_keep_large_values_in_range(tp: int) -> None:
     """Keys and values that e4m3 cannot hold, and the scales that make them fit; without them the

@@ -104,6 +104,7 @@ def alone() -> tuple[np.ndarray, list[int]]:
     return logits, tokens
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("split", COMBINATIONS)
 def test_every_combination_gives_what_one_device_gives(
@@ -203,7 +204,7 @@ PAIRWISE = [(None, None, None), (None, "x", "y"), ("y", None, "x"), ("x", "y", N
 """Every pair of two dimensions split or whole, each split dimension once over 2 and once over 4 devices."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "places",
     [pytest.param(p, marks=() if p in PAIRWISE else pytest.mark.slow) for p in PLACES],

@@ -214,6 +214,7 @@ def _critical(df: int) -> float:
     return df * (1 - 2 / (9 * df) + 4.753 * (2 / (9 * df)) ** 0.5) ** 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -230,6 +231,7 @@ def test_the_chi_square_test_sees_a_wrong_distribution(break_it, monkeypatch):
     _fails(monkeypatch)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "break_it",
     [

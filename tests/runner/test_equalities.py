@@ -173,6 +173,7 @@ def test_prompt_logprobs_are_those_of_the_whole_text():
         np.testing.assert_array_equal(best[:, 0], np.argmax(x[:-1], axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_named_ids_and_ranks_of_drawn_tokens(tp):
     """Beside rows that name other ids, none, or no log-probabilities; the vocabulary whole or sharded."""
@@ -210,6 +211,7 @@ def test_named_ids_and_ranks_of_drawn_tokens(tp):
     assert seen > 2, "no token was drawn outside the top 20"
 
 
+@pytest.mark.slow
 def test_without_picks_programs_are_those_of_an_engine_that_has_none():
     """The step of a server that refuses logprob_token_ids counts no ranks and gathers nothing."""
     off = make_runner(SMALL, max_logprob_token_ids=0)

@@ -131,6 +131,7 @@ def alone() -> list[dict[str, np.ndarray]]:
     return answers(one_device())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tp", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )

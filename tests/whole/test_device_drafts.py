@@ -66,6 +66,7 @@ def test_sharded_equals_one_device(runner, kind: str) -> None:
         check_workload(runner, kind, seed, tp=2)
 
 
+@pytest.mark.slow
 def test_cached_prefixes_hold_what_the_drafter_needs(runner) -> None:
     """Prompts whose KV is all but found in the cache draft as well as those that computed it."""
     rng = random.Random(1)

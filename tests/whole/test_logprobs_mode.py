@@ -27,7 +27,7 @@ def entries(runner, **fields):
     return [entry for out in outputs for entry in out.logprobs or ()]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("heat", [0.0, 0.7])
 def test_they_follow_from_the_raw_ones(runner, processed, heat) -> None:
     """Five ids are allowed: softmax of their raw values over the temperature, which a greedy request has not."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from jserve.model.hand import step_model_of
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, buffer_size
-from tests.docs.pages import ROOT
 from tests.whole.conftest import SMALL_OPTIONS
 
 V, D, L, N, K, H = 320, 16, 3, 4, 2, 8
@@ -97,15 +95,6 @@ def test_tokens_are_those_of_its_own_loop(tiny_dir: Path, tmp_path: Path, tp: in
                 outs = llm.generate(prompts, asked, use_tqdm=False)
                 got = [list(out.outputs[0].token_ids) for out in outs]
                 assert got == [greedy(params, prompt, 12) for prompt in prompts]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "_FAMILIES", {**families._FAMILIES})
-        runpy.run_path(str(ROOT / "examples" / "own_module.py"), run_name="__main__")
-    assert capsys.readouterr().out.count("24 tokens are those of the module's own loop") == 2
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def alone(plain: Any) -> list[Output]:
     return [out for part in _ALONE.values() for out in part]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tree", "way"), cells())
 def test_every_text_is_the_one_without_drafts(runner, kind, tree, way) -> None:
     got, wanted = outputs(runner, kind, tree, way), alone(runner)

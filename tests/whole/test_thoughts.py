@@ -122,7 +122,7 @@ def test_a_structure_changes_no_thought_and_begins_none(llm: LLM, free, spec) ->
             assert content.startswith("{")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 1, 5, 12])
 def test_a_thought_that_is_cut_has_exactly_its_budget(llm: LLM, free, budget) -> None:
     close = tag(llm, "</think>")

@@ -100,6 +100,7 @@ def test_a_training_loop_feeds_the_engine(llm: LLM, odd_dir: Path, train: Any) -
         assert tokens(fresh) == fed
 
 
+@pytest.mark.slow
 def test_cached_prefixes_of_the_old_weights_are_gone(llm: LLM, odd_dir: Path) -> None:
     long = " ".join(["the quick brown fox jumps over the lazy dog"] * 2)
     for seed in (3, 4):

@@ -31,7 +31,7 @@ MOST = float(np.finfo(np.float32).max)
 
 @flax.struct.dataclass
 class RowView:
-    """What a processor may know of the place of a draw."""
+    """The place of a draw, as far as a processor may know it."""
 
     position: jax.Array
     """int32: of the token to be drawn; 0 is the first of the prompt."""
@@ -67,7 +67,7 @@ def logits_processor(name: str, process: Processor, **numbers: float) -> StepFea
 
 @dataclass(frozen=True, slots=True)
 class _Processing:
-    """What ``logits_processor`` was given, and the functions of its feature."""
+    """The arguments of ``logits_processor``, and the functions of its feature."""
 
     name: str
     process: Processor

@@ -93,7 +93,7 @@ def steering(
 
 @dataclass(frozen=True, slots=True)
 class _Steering:
-    """What ``steering`` was given, and the functions of its feature."""
+    """The arguments of ``steering``, and the functions of its feature."""
 
     name: str
     table: Mapping[str, np.ndarray]

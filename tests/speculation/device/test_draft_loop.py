@@ -80,7 +80,7 @@ def drafting(kind: str, parents: tree.TreeShape, wished: int = 0, **options: Any
     return make_runner((bucket(parents),), speculation=made, **options)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("kind", "parents"), CASES)
 @pytest.mark.parametrize(("device", "depth"), [("all", 0), ("some", 1)])
 def test_speculative_equals_not(kind, parents, device, depth):
@@ -210,7 +210,7 @@ def waking(kind: str) -> ModelRunner:
     return make_runner((ASLEEP, AWAKE), speculation=made, max_num_batched_tokens=96)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["same", "eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_what_a_drafter_missed_can_be_shown_to_it(kind):
     """Its drafts are then those of one that never slept, and the target's KV keeps every bit."""

@@ -228,7 +228,7 @@ def virtual_seconds(kind: str, acceptance: str, n: int, per_token: float, host_s
     return Clocked(drive, per_token, host_s).run()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("kind", ["host", "blind", "device"])
 @pytest.mark.parametrize("per_token", [0.02, 0.3])
