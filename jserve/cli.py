@@ -458,19 +458,23 @@ def shard(
         typer.Option(help="a sharding, as of --sharding; two or more", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="whose rates price it: h100, h200, b200")] = "h200",
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="also serve the trace over those prices")
+    ] = False,
     live: Annotated[
         bool, typer.Option("--live", help="also run each on the devices of this machine")
     ] = False,
     trace: Annotated[
-        str, typer.Option(help="live: the requests, all at once, as of jserve simulate")
+        str, typer.Option(help="the requests, as of jserve simulate; live: all at once")
     ] = "rate=1000,n=16,prompt=64,output=32",
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
-    """Compare shardings of one model: collectives, expected times, and with --live tokens and measured times."""
+    """Compare shardings of one model: collectives, expected times of steps, a load over these, and what runs here."""
     from jserve.shard_commands import bench_shard
 
     asked = (config, spec or [], device, trace)
-    raise typer.Exit(bench_shard(*asked, live=live, as_json=as_json, console=err))
+    how = {"simulate": simulate, "live": live, "as_json": as_json}
+    raise typer.Exit(bench_shard(*asked, **how, console=err))
 
 
 @app.command()

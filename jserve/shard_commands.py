@@ -46,12 +46,13 @@ def bench_shard(
     device: str,
     trace: str,
     *,
+    simulate: bool,
     live: bool,
     as_json: bool,
     console: Any,
 ) -> int:
-    """Print every sharding's prices and, if ``live``, what running ``trace`` gave. Returns the exit code: 1 where
-    weights are float32 and a sharding drew other tokens than the first one.
+    """Print every sharding's prices; if ``simulate``, what ``trace`` comes to on them, and if ``live``, what running it
+    gave. Returns the exit code: 1 where weights are float32 and a sharding drew other tokens than the first one.
 
     Raises:
         ConfigError: a sharding, device or trace that cannot be honoured.
@@ -70,13 +71,15 @@ def bench_shard(
     shardings = [Sharding.of(spec) for spec in specs]
     prices = [priced(model, spec, device, dtype=config.model.dtype) for spec in shardings]
     runs: list[Live] = []
-    items = load_trace(trace, config.model.seed) if live else []
+    items = load_trace(trace, config.model.seed) if live or simulate else []
+    foreseen = [_simulated(model, spec, device, config, items) for spec in shardings if simulate]
     for sharding in shardings if live else []:
         runs.append(_run(config, sharding, items, console))
         if len(runs) > 1:
             runs[-1] = _compared(runs[-1], runs[0].answers)
     rows = [
         {"spec": spec, **dataclasses.asdict(price), "sharding": price.sharding.as_mapping()}
+        | ({"simulated": foreseen[i]} if foreseen else {})
         | ({"live": _figures(runs[i])} if runs else {})
         for i, (spec, price) in enumerate(zip(specs, prices, strict=True))
     ]
@@ -87,6 +90,24 @@ def bench_shard(
     else:
         _print(rows, device, Console(width=None if sys.stdout.isatty() else show.WIDTH))
     return 1 if any(run.n_other and run.dtype == "float32" for run in runs) else 0
+
+
+def _simulated(
+    model: str, sharding: Sharding, device: str, config: EngineConfig, items: Sequence[Any]
+) -> dict[str, Any]:
+    """Figures of the scheduler that serves, on a device that takes the priced time for each step."""
+    from jserve.sim.fleet import simulated
+    from jserve.sim.report import ALL, Slo, summarise
+    from jserve.sizing.compare import simulation
+
+    report = summarise(simulated(items, simulation(model, sharding, device, config)), Slo())
+    lane: dict[str, Any] = report["lanes"][ALL]
+    return {
+        "ttft_p99_ms": (lane["ttft_ms"] or {}).get("p99", 0.0),
+        "itl_p99_ms": (lane["itl_ms"] or {}).get("p99", 0.0),
+        "output_tok_s": lane["output_tok_s"] or 0.0,
+        "busy_share": report["device_busy_share"] or 0.0,
+    }
 
 
 def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console: Any) -> Live:
@@ -154,6 +175,9 @@ def _print(rows: Sequence[dict[str, Any]], device: str, console: Console) -> Non
     table = Table("spec", "weights MiB a device")
     for step in ("8 sequences", "256 prompt tokens"):
         table.add_column(f"{step}: collectives, MiB, ms; step ms", justify="right")
+    if "simulated" in rows[0]:
+        table.add_column("simulated: first token p99 ms, between tokens p99 ms", justify="right")
+        table.add_column("output tok/s", justify="right")
     if "live" in rows[0]:
         table.add_column("here: step ms", justify="right")
         table.add_column("output tok/s", justify="right")
@@ -163,6 +187,9 @@ def _print(rows: Sequence[dict[str, Any]], device: str, console: Console) -> Non
             f"{s['collectives']}, {s['collective_mib']:.2f}, {s['collective_ms']:.2f}; {s['step_ms']:.2f}"
             for s in row["steps"]
         ] or ["XLA's, not known here"] * 2
+        if seen := row.get("simulated"):
+            cells.append(f"{seen['ttft_p99_ms']:.1f}, {seen['itl_p99_ms']:.2f}")
+            cells.append(f"{seen['output_tok_s']:.0f}")
         if live := row.get("live"):
             same = f"{live['other_requests']} of {live['requests']}"
             first = f", {live['first_other']} first" if live["first_other"] else ""

@@ -19,7 +19,7 @@ from jserve.ports import RunnerLimits
 from jserve.sched.cache.retention import root_of
 from jserve.sched.stats import SchedStats
 from jserve.sim.device import SimClock
-from jserve.sim.simulate import Clients, Run, Setup, Simulation, no_gc
+from jserve.sim.simulate import Clients, Run, Setup, Simulation, limits_of, no_gc, simulate
 from jserve.sim.trace import TraceItem, request_of
 from jserve.types import Request
 
@@ -43,6 +43,13 @@ class _SimReplica:
     @property
     def busy(self) -> bool:
         return self.simulation.engine.busy
+
+
+def simulated(trace: Seq[TraceItem], setup: Setup) -> Run:
+    """``trace`` on the engine of ``setup``, or on as many as it says."""
+    if setup.replicas == 1:
+        return simulate(trace, setup)
+    return FleetSimulation(list(trace), setup, limits_of(setup)).run()
 
 
 class FleetSimulation:

@@ -16,7 +16,7 @@ from jserve.errors import ConfigError
 from jserve.fleet.router import POLICIES
 from jserve.sched.record.journal import JournalFile
 from jserve.sim import costs, plot, recorded, traffic
-from jserve.sim.fleet import FleetSimulation
+from jserve.sim.fleet import simulated
 from jserve.sim.report import Report, Slo, summarise
 from jserve.sim.simulate import Run, Setup, limits_of, simulate
 from jserve.sim.trace import TraceItem, read, write
@@ -110,7 +110,7 @@ def _run(trace: list[TraceItem], setup: Setup) -> Run:
     if setup.replicas > 1:
         if path:
             raise ConfigError("a journal is of one engine", field="journal")
-        return FleetSimulation(trace, setup, limits_of(setup)).run()
+        return simulated(trace, setup)
     if not path:
         return simulate(trace, setup)
     try:

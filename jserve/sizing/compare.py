@@ -1,4 +1,4 @@
-"""Prices the steps of several shardings on a device that need not be there.
+"""Prices the steps of several shardings on a device that need not be there, and simulates engines over such prices.
 
 A device multiplies its share of the weights with all tokens of a step and reads them once; then come the collectives,
 one after the other. Attention, whose share of these two steps is small, is left out.
@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
+from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.shard import ShardRules, n_parts
 from jserve.sharding import Sharding
-from jserve.sim.roofline import CHIPS, Chip
+from jserve.sim.costs import GPU_HOST_S, Device
+from jserve.sim.roofline import CHIPS, Chip, Roofline
+from jserve.sim.simulate import Setup
 from jserve.sizing.explain import Collective, Explained, explain_sharding
+from jserve.sizing.models import find
 
+FEW, MANY = 0, 1
+"""Numbers of the two programs that ``explain_sharding`` shows."""
 SENT = {"all-reduce": 2.0, "all-gather": 1.0, "all-to-all": 1.0, "reduce-scatter": 1.0}
 """Bytes that a device sends of a collective's result, times (n - 1) / n."""
 
@@ -61,17 +68,117 @@ def priced(
     Raises:
         ConfigError: an unknown device, or as ``explain_sharding``.
     """
-    if device not in CHIPS:
-        raise ConfigError(
-            f"device must be one of {', '.join(CHIPS)}, not {device!r}", field="device"
-        )
-    explained = explain_sharding(model, sharding, dtype=dtype)
+    chip, explained = _chip(device), explain_sharding(model, sharding, dtype=dtype)
     return Priced(
         sharding=explained.sharding,
         devices=explained.sharding.n_devices,
         device_bytes=explained.device_bytes,
-        steps=tuple(_steps(explained, CHIPS[device])),
+        steps=tuple(_steps(explained, chip)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedCosts:
+    """``ports.StepCosts`` of one engine under a sharding: the roofline of devices that share its heads, with the
+    weights that a device has of it, and the collectives of its programs."""
+
+    line: Roofline
+    share: float
+    """Of all weights those on a device, times the devices that share heads."""
+    link_s: float
+    """Of a step of no tokens: collectives cost something however little they carry."""
+    link_token_s: float
+
+    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
+        rows, tokens = n_decode + (n_prefill > 0), n_decode + n_prefill
+        work = self.line.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context)
+        arch, chip = self.line.arch, self.line.chip
+        attention = (
+            arch.layers[0].attn.key_flops * tokens * self.line.kv.seen(n_context) / self.line.tp
+        )
+        shared = replace(
+            work,
+            weight_bytes=work.weight_bytes * self.share,
+            flops=(work.flops - attention) * self.share + attention,
+        )
+        links = self.link_s + self.link_token_s * tokens
+        return self.line.limit(shared) / chip.reached + links + chip.step_s
+
+
+def simulation(
+    model: str,
+    sharding: Sharding | Mapping[str, Any] | str | Path,
+    device: str,
+    config: EngineConfig,
+) -> Setup:
+    """The settings of a simulation of ``sharding``: an engine for each of its groups, pages in what memory its weights
+    leave.
+
+    Raises:
+        ConfigError: as ``priced``; collectives that are not known (mode auto on more devices than there are), weights
+            that leave no room.
+    """
+    explained, chip = explain_sharding(model, sharding, dtype=config.model.dtype), _chip(device)
+    found, spec = find(model, dtype=config.model.dtype), explained.sharding
+    rules, sizes = ShardRules.of_sharding(spec, dict(spec.mesh)), dict(spec.mesh)
+    line = Roofline(
+        arch=found.arch,
+        itemsize=found.itemsize,
+        chip=chip,
+        kv_itemsize=found.dtype.itemsize,
+        tp=n_parts(rules.split("kv_heads", sizes), sizes),
+    )
+    links, tokens = [], []
+    for program in explained.programs:
+        if program.collectives is None:
+            why = "its collectives are XLA's, and this process has fewer devices"
+            raise ConfigError(f"sharding.mode: {why}", field="sharding.mode")
+        links.append(sum(_link_s(each, sizes, chip) for each in program.collectives))
+        tokens.append(program.decode_rows + program.prefill_tokens)
+    slope = (links[MANY] - links[FEW]) / (tokens[MANY] - tokens[FEW])
+    whole = sum(math.prod(w.shape) * jnp.dtype(w.dtype).itemsize for w in explained.weights)
+    costs = ShardedCosts(
+        line=line,
+        share=explained.device_bytes * line.tp / whole,
+        link_s=links[FEW] - slope * tokens[FEW],
+        link_token_s=slope,
+    )
+    config = config.on("cuda")
+    groups = line.groups(config.cache)
+    made = Device(
+        name=f"{found.name} under {spec} on {chip.name} (roofline)",
+        costs=costs,
+        n_pages=_n_pages(line, explained.device_bytes, config),
+        max_model_len=found.arch.max_position,
+        window=line.kv.window,
+        reaches=() if groups is None else groups.reaches,
+        page_bytes=line.page_bytes(config.cache),
+        move_s=line.page_bytes(config.cache) / chip.copy_bytes_per_s,
+        host_s=GPU_HOST_S,
+    )
+    return Setup(config=config, device=made, replicas=spec.dp)
+
+
+def _n_pages(line: Roofline, device_bytes: int, config: EngineConfig) -> int:
+    """Pages of KV beside the weights of a device."""
+    if config.cache.n_pages:
+        return config.cache.n_pages
+    used = config.cache.memory_utilization - SCRATCH_SHARE
+    room = line.chip.memory * DEVICE_SHARE * used - device_bytes
+    n = int(room // line.page_bytes(config.cache))
+    if n < 2:
+        why = f"{device_bytes / 1e9:.1f} GB of weights a device leave no room for KV"
+        raise ConfigError(f"memory_utilization: {why}", field="memory_utilization")
+    return n
+
+
+def _chip(device: str) -> Chip:
+    """Raises ConfigError for one that is not known."""
+    if device not in CHIPS:
+        raise ConfigError(
+            f"device must be one of {', '.join(CHIPS)}, not {device!r}", field="device"
+        )
+    return CHIPS[device]
 
 
 def _steps(explained: Explained, chip: Chip) -> list[StepPrice]:

@@ -19,10 +19,10 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Moe
 from jserve.sharding import Sharding
 from jserve.sim.costs import GPU_HOST_S, Device
-from jserve.sim.fleet import FleetSimulation
+from jserve.sim.fleet import simulated
 from jserve.sim.report import ALL, Slo, summarise
 from jserve.sim.roofline import CHIPS, Chip
-from jserve.sim.simulate import Setup, limits_of, simulate
+from jserve.sim.simulate import Setup
 from jserve.sim.trace import TraceItem
 from jserve.sizing.layout import Layout, lay_out
 from jserve.sizing.models import Model, find
@@ -170,8 +170,7 @@ def _tried(
     except ConfigError as error:
         return dataclasses.replace(made, refused=error.message)
     setup = Setup(config=laid.config, device=_device(laid, chip), replicas=replicas)
-    several = FleetSimulation(list(trace), setup, limits_of(setup)) if replicas > 1 else None
-    report = summarise(simulate(trace, setup) if several is None else several.run(), slo)
+    report = summarise(simulated(trace, setup), slo)
     lane: dict[str, Any] = report["lanes"][ALL]
     return dataclasses.replace(
         made,

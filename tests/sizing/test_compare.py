@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from jserve.cli import app
+from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.sim.roofline import CHIPS
-from jserve.sizing.compare import priced
+from jserve.sizing.compare import ShardedCosts, priced, simulation
 from jserve.sizing.models import find
 
 MINI, CHIP = "checkpoints/jserve-mini", CHIPS["h200"]
@@ -42,6 +43,38 @@ def test_sums_in_bfloat16_send_half() -> None:
     sent = [p.collective_ms / 1e3 - p.collectives * CHIP.link_s - gathered for p in (wide, narrow)]
     assert sent[1] == pytest.approx(sent[0] / 2, rel=1e-6)
     assert narrow.collectives == 2 * wide.collectives - 1
+
+
+def test_a_simulation_takes_the_priced_collectives_and_a_devices_weights() -> None:
+    config = EngineConfig.of()
+    found = priced("llama-3.1-8b", "tp=4", "h200")
+    setup = simulation("llama-3.1-8b", "tp=4", "h200", config)
+    costs = setup.device.costs
+    assert isinstance(costs, ShardedCosts)
+    for step, tokens in zip(found.steps, (8, 256), strict=True):
+        links = costs.link_s + costs.link_token_s * tokens
+        assert links * 1e3 == pytest.approx(step.collective_ms)
+        assert costs.seconds(tokens, 0, 1) * 1e3 == pytest.approx(step.step_ms, rel=0.1)
+    assert costs.share == pytest.approx(1.0, rel=0.01)
+    one = simulation("llama-3.1-8b", "tp=1", "h200", config).device
+    assert 4.0 < setup.device.n_pages / one.n_pages < 5.0, "a page is a quarter, weights too"
+    assert simulation("llama-3.1-8b", "dp=2,tp=2", "h200", config).replicas == 2
+    whole = {"mesh": {"x": 4}, "rules": {"ffn": "x"}}
+    unsplit = simulation("llama-3.1-8b", whole, "h200", config).device
+    assert unsplit.costs.seconds(8, 0, 1) > costs.seconds(8, 0, 1)
+    with pytest.raises(ConfigError) as caught:
+        simulation("llama-3.1-70b", "tp=1", "h100", config)
+    assert caught.value.field == "memory_utilization"
+
+
+def test_the_command_simulates_a_load_over_the_prices() -> None:
+    words = ["--spec", "tp=1", "--spec", "dp=2,tp=1", "--simulate", "--json"]
+    load = ["--trace", "rate=200,n=60,prompt=200,output=20", "--dtype", "bfloat16"]
+    done = CliRunner().invoke(app, ["bench", "shard", "llama-3.1-8b", *words, *load])
+    assert done.exit_code == 0, done.output
+    one, two = (row["simulated"] for row in json.loads(done.stdout)["specs"])
+    assert 0 < two["ttft_p99_ms"] < one["ttft_p99_ms"]
+    assert two["output_tok_s"] > one["output_tok_s"]
 
 
 def test_one_device_has_no_collectives() -> None:
