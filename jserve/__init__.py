@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from jserve.sampling import SamplingParams, StructuredOutputs
     from jserve.sharding import Sharding
     from jserve.sizing.explain import explain_sharding
+    from jserve.weights.adapters import AdapterDelta
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AdapterDelta",
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
@@ -51,6 +53,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "jserve.llm",
+    "AdapterDelta": "jserve.weights.adapters",
     "AsyncLLM": "jserve.llm",
     "RequestOptions": "jserve.request_options",
     "RequestOutput": "jserve.outputs",

@@ -61,8 +61,9 @@ class Operations:
         Args:
             source: the tree that ``params=`` takes, of numpy or jax arrays in any floating dtype and on any devices;
                 or a mapping or an iterable of (checkpoint name, array), read as it comes; or a directory of
-                safetensors or Orbax. Leaves of the engine's own shape and sharding, in its dtype or float32, are
-                copied on the device; others go through host memory.
+                safetensors or Orbax; or an ``AdapterDelta``, which is added to the weights in use. Leaves of the
+                engine's own shape and sharding, in its dtype or float32, are copied on the device; others go through
+                host memory.
             version: their name in outputs (``CompletionOutput.weight_versions``); by default the number of the update.
             running: what becomes of running requests: "recompute" (their KV anew), "mix" (they go on with the KV of
                 the old weights), "finish" (they end first, under the old ones), "abort".

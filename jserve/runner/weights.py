@@ -3,6 +3,7 @@
 The caller's arrays are only read, so a trainer may donate or delete its own right after::
 
     source              a tree, checkpoint names, a directory    to leaves (``weights.handed``)
+                        an adapter's factors                     added to the engine's own (``weights.adapters``)
     a leaf of it        in a layout that is compiled             as it is
                         any other                                through host memory: cast, laid out, on the mesh
                         none, in a partial update                the engine's own, through host memory
@@ -29,8 +30,10 @@ from jserve.model.quant import Form, QTensor, quantised_leaves
 from jserve.model.shard import abstract, padded
 from jserve.model.step import StepModel
 from jserve.runner.compiler import Compiler
+from jserve.weights.adapters import AdapterDelta, changes
 from jserve.weights.adopt import Match, in_host_memory, leaves_of, matched
 from jserve.weights.handed import from_directory, from_names, named_arrays
+from jserve.weights.place import named
 from jserve.weights.quant.rounding import as_tensor
 
 Leaf = jax.ShapeDtypeStruct
@@ -93,6 +96,8 @@ class WeightUpdate:
         return jax.tree.unflatten(self._structure, jax.block_until_ready(new))
 
     def _matches(self, own: Any, source: Any, some: bool) -> list[Match]:
+        if isinstance(source, AdapterDelta):
+            return self._changed(own, source)
         if isinstance(source, str | Path):
             source = self._read(source)
         pairs = named_arrays(source)
@@ -105,6 +110,21 @@ class WeightUpdate:
                 raise WeightsError(f"params: a partial update: {why}", field="params")
             kept = {name: np.asarray(x) for name, x in leaves_of(own) if name not in given}
             given |= kept
+        return matched(given, self._specs, self._canonical)
+
+    def _changed(self, own: Any, delta: AdapterDelta) -> list[Match]:
+        """The engine's own weights, by way of host memory, with what ``delta`` adds to them in float32."""
+        if self._quantised:
+            why = "an adapter cannot be added to weights that were quantised on load"
+            raise WeightsError(f"params: {why}", field="params")
+        found, kept = changes(delta, self._canonical), dict(leaves_of(own))
+        given: dict[str, Any] = {name: np.asarray(x) for name, x in kept.items()}
+        bases = dict(named(self._canonical))
+        for name, spec in named(self._specs):
+            if name in found:
+                match = Match(name=name, array=found[name], spec=spec, base=bases[name])
+                change = in_host_memory(match, np.dtype(np.float32))
+                given[name] = given[name].astype(np.float32) + change
         return matched(given, self._specs, self._canonical)
 
 

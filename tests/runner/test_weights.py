@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,18 +13,22 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from safetensors.numpy import save_file
 
-from jserve.errors import WeightsError
+from jserve.errors import ConfigError, WeightsError
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.shard import make_mesh
+from jserve.model.shard import is_spec, make_mesh
 from jserve.model.step import StepModel
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.programs import n_compiles, starting
 from jserve.runner.runner import ModelRunner
 from jserve.runner.weights import WeightUpdate
-from jserve.weights.adopt import Match, adopt, in_host_memory
+from jserve.weights.adapters import AdapterDelta
+from jserve.weights.adopt import Match, adopt, in_host_memory, leaves_of
+from jserve.weights.handed import from_names
 from jserve.weights.loader import adopted
+from jserve.weights.place import named
 from jserve.weights.quant.scheme import quantised, scheme_of
 from tests.runner import whole
 from tests.runner.harness import ARCH, RULES, Job, Rig, jobs, make_runner, tiny_params
@@ -216,6 +222,105 @@ def bf16_update(tp: int, V: int) -> tuple[StepModel, WeightUpdate, Any, Any]:
     placed = adopt(own, model.specs(), model.mesh, RULES, model.dtype, canonical=canonical)
     with starting():
         return model, WeightUpdate(model, {}), placed, given
+
+
+def adapter(arch: Any, scale: float = 0.5) -> tuple[AdapterDelta, dict[str, np.ndarray]]:
+    """Factors of some tensors of a layer, one of three that are one parameter among them; the same as dense changes."""
+    rng = np.random.default_rng(5)
+    shapes = {
+        "model.layers.0.self_attn.q_proj.weight": (arch.N * arch.H, arch.D),
+        "layers.1.self_attn.v_proj.weight": (arch.K * arch.H, arch.D),
+        "model.layers.1.mlp.down_proj.weight": (arch.D, arch.F),
+    }
+    factors = {
+        name: (rng.standard_normal((3, n), np.float32), rng.standard_normal((m, 3), np.float32))
+        for name, (m, n) in shapes.items()
+    }
+    dense = {name: scale * b @ a for name, (a, b) in factors.items()}
+    return AdapterDelta(factors, scale), dense
+
+
+@pytest.mark.parametrize(("tp", "V"), [(1, 128), (8, 101)])
+def test_an_adapter_is_added_to_the_weights_in_use(tp: int, V: int) -> None:
+    """Wherever parts of the tensor lie, repeated kv heads included."""
+    model, update, own, _ = bf16_update(tp, V)
+    before = jax.tree.map(np.asarray, own)
+    delta, dense = adapter(model.arch)
+    canonical = LLAMA.specs(model.arch, 1)
+    parts = {part.name: part.shape for _, spec in named(canonical) for part in spec.parts}
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in parts.items()}
+    full = {f"model.{n.removeprefix('model.')}": x for n, x in dense.items()}
+    change = dict(leaves_of(from_names((zeros | full).items(), canonical)))
+    args = (model.specs(), model.mesh, model.rules, jnp.float32)
+    tree = jax.tree.unflatten(
+        jax.tree.structure(canonical, is_leaf=is_spec), [change[n] for n, _ in named(canonical)]
+    )
+    placed = jax.tree.map(np.asarray, adopt(tree, *args, canonical=canonical))
+    want = jax.tree.map(lambda x, d: (x.astype(np.float32) + d).astype(x.dtype), before, placed)
+    compiles = n_compiles()
+    new = update(own, delta)
+    assert n_compiles() == compiles
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+    changed = [
+        np.any(np.asarray(a) != b)
+        for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(before), strict=True)
+    ]
+    assert sum(changed) == 3
+
+
+@pytest.mark.parametrize(
+    ("factors", "field"),
+    [
+        ({"model.layers.0.self_attn.q_proj.weight": (np.ones((2, 3)), np.ones((4, 3)))}, "q_proj"),
+        ({"model.layers.0.self_attn.q_proj.weight": (np.ones((2, 3)), np.ones((4, 2)))}, "q_proj"),
+        ({"model.layers.0.self_attn.x_proj.weight": (np.ones((2, 3)), np.ones((4, 2)))}, "x_proj"),
+        ({"model.norm.weight": (np.full((1, 32), np.nan), np.ones((1, 1)))}, "norm"),
+    ],
+)
+def test_factors_that_do_not_fit_change_nothing(factors: Any, field: str) -> None:
+    _, update, own, _ = bf16_update(1, 128)
+    with pytest.raises(WeightsError) as caught:
+        update(own, AdapterDelta(factors))
+    assert field in (caught.value.field or "")
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(own))
+
+
+def test_an_adapter_of_peft_is_read(tmp_path: Path) -> None:
+    delta, _ = adapter(ARCH)
+    tensors = {}
+    for name, (a, b) in delta.factors.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "rank_pattern": {}}
+
+    def read(**changed: Any) -> AdapterDelta:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | changed))
+        return AdapterDelta.from_directory(tmp_path)
+
+    found = read()
+    assert found.scale == 2.0
+    assert read(use_rslora=True).scale == 4.0
+    for name, factors in delta.factors.items():
+        for got, want in zip(found.factors[name], factors, strict=True):
+            np.testing.assert_array_equal(got, want)
+    for changed in (
+        {"use_dora": True},
+        {"bias": "all"},
+        {"r": 0},
+        {"modules_to_save": ["lm_head"]},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read(**changed)
+        assert caught.value.field in changed
+    del tensors[next(iter(tensors))]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match="no factor of two"):
+        read()
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(WeightsError):
+        read()
 
 
 @pytest.mark.parametrize(("tp", "V"), [(1, 128), (2, 101), (8, 101)])
