@@ -117,6 +117,7 @@ def test_other_documents_do_not_change_a_draft(trained):
     assert not np.array_equal(a[:, 4], b[:, 4])
 
 
+@pytest.mark.slow
 def test_feeding_the_text_counts_what_free_drafting_would(trained):
     """The measure feeds the text; a head that is fed its own drafts keeps as many, to the draft."""
     config, task, params = trained

@@ -298,7 +298,7 @@ def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
     assert identity(other, device.params) != identity(device.model, device.params)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", KV_FORMS)
 def test_scales_go_where_their_numbers_go(tmp_path, form):
     """Through the prefix cache, host memory and the disk."""

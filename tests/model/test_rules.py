@@ -244,7 +244,7 @@ BY_DATA = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_DATA)
 def test_a_sharding_as_data_draws_what_one_device_draws(
     name: str, stepped: list[list[int]]

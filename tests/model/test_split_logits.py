@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jserve.model import sample as sampling, vocab_part
 from jserve.model.shard import make_mesh
+from jserve.model.slots import NONE
 from jserve.model.view import LOGPROBS
 from jserve.model.vocab_part import VocabPart
 from jserve.sampling import SamplingParams
@@ -46,6 +47,9 @@ def split(name: str, n: int = N, width: int = V) -> Any:
     def run(raw_EV: Any, *rest: Any) -> Any:
         # What lies in the columns beyond the last id is no logit: large numbers, so that it shows.
         raw_EV = jnp.pad(raw_EV, ((0, 0), (0, -width % n)), constant_values=1e4)
+        # An array of no columns as an argument of several devices ends the compiler of jax 0.11.2.
+        none = jnp.full((raw_EV.shape[0], 1), NONE, jnp.int32)
+        rest = jax.tree.map(lambda x: x if x.size else none, rest)
         return jax.shard_map(
             lambda x, *a: getattr(sampling, name)(x, *a, part=part),
             mesh=make_mesh(n),

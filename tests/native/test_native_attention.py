@@ -134,6 +134,7 @@ PREFILL = [
 """(start, tokens) of prefill rows: below, at and beyond a tile, half of one and a block, from any place of a page."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("window", "sinks"), WINDOWS)
 @pytest.mark.parametrize(("Z", "H"), [(16, 64), (32, 128)])
 def test_tiles_are_those_of_the_reference(level, Z, H, window, sinks):

@@ -133,6 +133,7 @@ def state_of(of: ModelRunner) -> Any:
     return of.state.experts
 
 
+@pytest.mark.slow
 def test_moves_while_requests_run_change_no_token() -> None:
     """A random load for each layer every few steps; nothing compiles (``strict``)."""
     of, rng = moving(), np.random.default_rng(5)

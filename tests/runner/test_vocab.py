@@ -153,6 +153,7 @@ def test_answers_are_those_of_one_device(tp: int) -> None:
     assert runner.memory.weight_bytes == device_bytes(tree, jnp.float32, tp)
 
 
+@pytest.mark.slow
 def test_the_model_would_draw_a_padded_id() -> None:
     """What the other tests rest on: a logit of 0 beats every token of this model."""
     raised = dict(weights()) | {"unembed": weights()["unembed"].copy()}

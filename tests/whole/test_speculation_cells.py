@@ -157,6 +157,7 @@ def told(found: list[Output], request: Request, **changes: Any) -> list[Any]:
     return [choice.text, list(choice.token_ids), choice.finish_reason, choice.stop_reason]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [
