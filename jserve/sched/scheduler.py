@@ -135,9 +135,9 @@ class Scheduler:
         self.enqueue(self.resources.retention.with_prefix(request), now)
 
     def with_kv_name(self, request: Request) -> Request:
-        """``request`` with the name of what its step features change of its KV. What a feature refuses is refused by
-        ``check``."""
-        if not request.params.extra_args or not self.limits.kv_names:
+        """``request`` with the name of what its step features change of its KV, whatever name it came with. What a
+        feature refuses is refused by ``check``."""
+        if not request.kv_name and not (request.params.extra_args and self.limits.kv_names):
             return request
         return replace(request, kv_name=admission.kv_name_of(request.params, self.limits))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ import numpy as np
 import pytest
 
 from jserve import LLM, SamplingParams, functional, steering, tap
+from jserve.config import EngineConfig
 from jserve.errors import BadRequest, ConfigError
 from jserve.model import features
 from jserve.model.features import register_feature
 from jserve.model.hand import step_model
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, buffer_size
+from jserve.sched.scheduler import Scheduler
+from jserve.types import Request
+from tests.fleet.fakes import LIMITS
 from tests.whole.conftest import SMALL_OPTIONS
 
 POINT = "blocks.0.hook_resid_post"
@@ -131,6 +136,28 @@ def test_what_is_asked_is_checked(llm: LLM, asked: Any) -> None:
     with pytest.raises(BadRequest) as caught:
         llm.generate("x", SamplingParams(extra_args={"mood": asked}))
     assert caught.value.field == "extra_args.mood"
+
+
+def test_all_that_changes_kv_is_in_its_name() -> None:
+    asked = ["calm", 2.0]
+    one = made()
+    others = [
+        made("project"),
+        steering("mood", "blocks.1.hook_resid_pre", vectors={"calm": CALM}),
+        steering("mood", POINT, vectors={"calm": OTHER}),
+    ]
+    names = [feature.kv_name(asked) for feature in (one, *others)] + [one.kv_name(["calm", 2.5])]
+    assert len({*names}) == len(names)
+    assert one.kv_name([CALM.tolist(), 2.0]) == names[0] == made().kv_name(asked)
+
+
+def test_a_name_that_a_request_came_with_is_not_taken() -> None:
+    limits = replace(LIMITS, kv_names={"echo": str})
+    scheduler = Scheduler(limits, EngineConfig.of(max_num_seqs=2, max_num_batched_tokens=32))
+    plain = Request(id="a", prompt_ids=(1,), params=SamplingParams(), kv_name="echo:1")
+    assert scheduler.with_kv_name(plain).kv_name == ""
+    asked = replace(plain, params=SamplingParams(extra_args={"echo": 2}))
+    assert scheduler.with_kv_name(asked).kv_name == "echo:2"
 
 
 @pytest.mark.parametrize(

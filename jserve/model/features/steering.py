@@ -79,7 +79,7 @@ def steering(
         raise ConfigError(
             f"{name}: mode must be one of {', '.join(MODES)}, not {mode!r}", field=name
         )
-    of = _Steering(name, table, next(iter(widths))[0], mode, most)
+    of = _Steering(name, points, table, next(iter(widths))[0], mode, most)
     return StepFeature(
         name=name,
         writes=points,
@@ -96,6 +96,7 @@ class _Steering:
     """The arguments of ``steering``, and the functions of its feature."""
 
     name: str
+    points: tuple[str, ...]
     table: Mapping[str, np.ndarray]
     D: int
     mode: str
@@ -113,7 +114,7 @@ class _Steering:
             pass
 
     def kv_name(self, asked: Any) -> str:
-        found = hashlib.blake2b(self.mode.encode(), digest_size=16)
+        found = hashlib.blake2b(repr((self.mode, self.points)).encode(), digest_size=16)
         for vector_D, strength in self._pairs(asked):
             found.update(np.float32(strength).tobytes() + vector_D.tobytes())
         return found.hexdigest()
