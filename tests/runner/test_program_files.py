@@ -61,11 +61,13 @@ WORK = Work()
 
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], None]]:
-    """An empty compile cache of this test's own; a call empties it again."""
+    """An empty compile cache of this test's own; a call empties it again. What other tests of this process compiled is
+    forgotten too: of a program that jax had in memory nobody knows where it came from, so it would not be kept."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
 
     def empty() -> None:
+        jax.clear_caches()
         compilation_cache.reset_cache()
         jax.config.update(names[0], str(tmp_path_factory.mktemp("jax")))
         jax.config.update(names[1], 0.0)
