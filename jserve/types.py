@@ -63,6 +63,12 @@ class Request(RequestOptions):
     said: tuple[tuple[int, ...] | None, ...] = ()
     """For each choice the ids that earlier attempts told, behind which this one goes on; None: that choice
     is over. (): nothing came before this attempt."""
+    hands_over: bool = False
+    """The pages of its prompt go to the disk tier as soon as they are computed, for another engine to read, and
+    its end is told once they are there."""
+    pages_from: str | None = None
+    """Where another engine wrote pages of its prompt: an address of its ``PageDoor``, or "" for the directory of the
+    disk tier, which both share; None: nowhere."""
 
     @property
     def open_choices(self) -> Seq[int]:
@@ -249,6 +255,8 @@ class PageFetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ticket: int
     digest: bytes
     host: int
+    source: str = ""
+    """As ``Request.pages_from``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,9 @@ class DrivenEngine(Protocol):
     def n_steps(self) -> int: ...
 
     @property
+    def blocked_wait_s(self) -> float: ...
+
+    @property
     def n_waiting(self) -> int: ...
 
     @property

@@ -50,7 +50,6 @@ OnProgress = Callable[[str, int, int], None]
 Build = Callable[[EngineConfig, OnProgress], tuple[DrivenEngine, dict[str, Any]]]
 """Makes the engine and the ``info`` of its Ready message (values that msgpack can carry)."""
 
-BLOCKED_WAIT_S = 0.02
 ORPHAN_GRACE_S = 5.0
 EXIT_OK, EXIT_CRASH, EXIT_CONFIG = 0, 1, 2
 
@@ -138,7 +137,7 @@ def serve(
                 link.send(engine.stats())
                 told = time.monotonic()
             moved = outputs or engine.n_steps > before or engine.n_in_flight
-            wait_s = None if not engine.busy else 0.0 if moved else BLOCKED_WAIT_S
+            wait_s = None if not engine.busy else 0.0 if moved else engine.blocked_wait_s
         messages = link.receive(wait_s)
 
 

@@ -171,6 +171,10 @@ class DataParallelEngine:
         return sum(engine.n_steps for engine in self.engines)
 
     @property
+    def blocked_wait_s(self) -> float:
+        return min(engine.blocked_wait_s for engine in self.engines)
+
+    @property
     def n_waiting(self) -> int:
         return sum(engine.n_waiting for engine in self.engines)
 

@@ -235,10 +235,11 @@ class PageCache:
             assert self.tier is not None
             self.tier.release_hold(kept)
 
-    def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
-        """Begin to read what the disk knows of ``tokens`` beyond the faster tiers; the tickets."""
-        tier, Z = self.tier, self.page_size
-        if tier is None or not tier.on_disk or not self.reuse:
+    def fetch(self, key: RootKey, tokens: Seq[int], source: str | None = None) -> list[int]:
+        """Begin to read what the disk knows of ``tokens`` beyond the faster tiers, or may have of another engine,
+        which left it at ``source``; the tickets."""
+        tier, Z, asks = self.tier, self.page_size, source is not None
+        if tier is None or not (tier.on_disk or (asks and tier.disk)) or not self.reuse:
             return []
         limit = (len(tokens) - 1) // Z
         key = self.of_weights(key)
@@ -250,11 +251,19 @@ class PageCache:
             if tier.holds(digest):
                 tier.touch(digest)
                 continue
-            ticket = tier.fetch(digest) if digest in tier.on_disk else None
+            ticket = tier.fetch(digest, source or "") if asks or digest in tier.on_disk else None
             if ticket is None:
                 break
             tickets.append(ticket)
         return tickets
+
+    def hand_over(self, lease: PageLease) -> list[tuple[int, bytes]]:
+        """(page, digest) of the published pages of ``lease`` that were not handed over yet."""
+        n, lease.n_handed = lease.n_published - lease.n_handed, lease.n_published
+        if self.tier is None or not self.tier.disk or n <= 0:
+            return []
+        path = path_to(lease.node)[:n]
+        return [(node.page, digest_of(node)) for node in reversed(path) if node.page]
 
     def unstored_pages(self) -> list[tuple[int, bytes]]:
         """(page, digest) of what the tree knows and the disk does not, for a last write."""

@@ -315,7 +315,10 @@ class GroupedCache:
     def release_hold(self, below: Seq[HostPage]) -> None:
         assert not below, "there is no tier"
 
-    def fetch(self, key: RootKey, tokens: Seq[int]) -> list[int]:
+    def fetch(self, key: RootKey, tokens: Seq[int], source: str | None = None) -> list[int]:
+        return []
+
+    def hand_over(self, lease: GroupedLease) -> list[tuple[int, bytes]]:
         return []
 
     def unstored_pages(self) -> list[tuple[int, bytes]]:

@@ -215,9 +215,9 @@ class HostTier:
             elif self.disk and kept.digest:
                 self.on_disk.add(kept.digest)
 
-    def fetch(self, digest: bytes) -> int | None:
-        """A ticket for reading that prefix's last page from disk (that of a read under way, if there
-        is one); None where no room is left."""
+    def fetch(self, digest: bytes, source: str = "") -> int | None:
+        """A ticket for reading that prefix's last page from disk, or from ``source`` (that of a read under way, if
+        there is one); None where no room is left."""
         kept = self._pages.get(digest)
         if kept is not None:
             return next((t for t, other in self._fetches.items() if other is kept), None)
@@ -226,8 +226,15 @@ class HostTier:
             return None
         self._ticket += 1
         self._fetches[self._ticket] = kept
-        self._asked.append(PageFetch(ticket=self._ticket, digest=digest, host=kept.host))
+        self._asked.append(
+            PageFetch(ticket=self._ticket, digest=digest, host=kept.host, source=source)
+        )
         return self._ticket
+
+    @property
+    def n_fetching(self) -> int:
+        """Reads that were not answered."""
+        return len(self._fetches)
 
     def fetching(self, ticket: int) -> bool:
         """True until the read was answered."""

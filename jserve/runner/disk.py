@@ -69,6 +69,17 @@ class DiskStore:
         """The pages on disk, least recently used first."""
         return [bytes.fromhex(name) for name in self._names]
 
+    def has(self, digest: bytes) -> bool:
+        """Its file is there, whoever wrote it. May be called from any thread."""
+        return self._path(digest.hex()).exists()
+
+    def file(self, digest: bytes) -> bytes | None:
+        """The file of a page as it is, unchecked; None: there is none. May be called from any thread."""
+        try:
+            return self._path(digest.hex()).read_bytes()
+        except OSError:
+            return None
+
     @property
     def read_only(self) -> bool:
         """True for ``READ_ONLY_S`` after a write found no room or no permission."""
@@ -77,8 +88,13 @@ class DiskStore:
     def put(self, digest: bytes, page: bytes) -> bool:
         """Keep ``page``; False when it is not kept (read-only, no room, a fault)."""
         name = digest.hex()
-        if name in self._names or self.max_pages < 1 or self.read_only:
-            return name in self._names
+        if self.max_pages < 1 or self.read_only:
+            return self.has(digest)
+        if self.has(digest):  # of another engine's making too
+            self._names[name] = None
+            self._names.move_to_end(name)
+            return True
+        self._names.pop(name, None)
         while len(self._names) >= self.max_pages:
             self._forget(next(iter(self._names)))
         path = self._path(name)
@@ -107,7 +123,7 @@ class DiskStore:
         except OSError:
             self._names.pop(name, None)
             return None
-        page = _checked(data, self.page_bytes)
+        page = checked(data, self.page_bytes)
         if page is None:
             self.n_broken += 1
             self._forget(name)
@@ -129,7 +145,8 @@ class DiskStore:
         for path in self.root.glob("*/*"):
             with contextlib.suppress(OSError):
                 if path.suffix == ".partial":
-                    path.unlink()
+                    if not _is_written(path):
+                        path.unlink()
                 elif path.suffix == ".kv" and _is_name(path.stem):
                     found.append((path.stat().st_mtime, path.stem))
         self._names = OrderedDict.fromkeys(name for _, name in sorted(found))
@@ -153,13 +170,27 @@ class DiskStore:
         return self.root / name[:2] / f"{name}.kv"
 
 
-def _checked(data: bytes, page_bytes: int) -> bytes | None:
+def checked(data: bytes, page_bytes: int) -> bytes | None:
     """The page in a file's bytes, None unless all of it is there and checks."""
     if len(data) != _HEADER.size + page_bytes:
         return None
     magic, crc = _HEADER.unpack_from(data)
     page = data[_HEADER.size :]
     return page if magic == _MAGIC and zlib.crc32(page) == crc else None
+
+
+def _is_written(partial: Path) -> bool:
+    """Another process, which lives, has begun this file."""
+    pid = partial.stem.rpartition(".")[2]
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is another user's
+    return True
 
 
 def _is_name(text: str) -> bool:

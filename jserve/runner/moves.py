@@ -18,7 +18,7 @@ the bytes of its stacks, one after the other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jserve.model.attention import LayerKV
 from jserve.model.step import PoolArray, StepModel
 from jserve.runner.compiler import Compiler
-from jserve.runner.spill import Spill
+from jserve.runner.spill import Pages, Spill
 from jserve.types import PageFetch, PageMove
 
 WIDTH = 16
@@ -132,6 +132,34 @@ class PageMover:
             answers.append((fetch.ticket, data is not None))
         return answers
 
+    def hand_over(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> int:
+        """Begin to write device pages (page, digest) for other engines; those that are written are left out. As
+        ``DiskTier.hand_over``."""
+        assert self.spill is not None, "there is no disk"
+        store = self.spill.store
+        pages = [(page, digest) for page, digest in pages if not store.has(digest)]
+        number = 0
+        for i in range(0, max(1, len(pages)), WIDTH):
+            part = pages[i : i + WIDTH]
+            number = self.spill.hand_over(self._named(kv, part))
+        return number
+
+    def _named(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> Pages:
+        """What gives (digest, bytes) of device ``pages`` once they are on the host."""
+        if not pages:
+            return lambda: ()
+        data = self._gather(kv, _padded([page for page, _ in pages]))
+        for stack in data:
+            stack.copy_to_host_async()
+
+        def named() -> Iterator[tuple[bytes, bytes]]:
+            for (_, digest), page in zip(
+                pages, zip(*self._by_page(data), strict=True), strict=False
+            ):
+                yield digest, _bytes_of(page)
+
+        return named
+
     def flush(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> None:
         """Write device pages (page, digest) to disk and wait until all that waits is written."""
         if self.spill is None:
@@ -160,8 +188,7 @@ class PageMover:
             return
         for page, digest in zip(zip(*pages, strict=True), digests, strict=False):
             if digest:
-                data = b"".join(stack.tobytes() for stack in page)
-                self.spill.write(digest, data, must=must)
+                self.spill.write(digest, _bytes_of(page), must=must)
 
     def _take(self, kv: KV, moves: Seq[PageMove]) -> Leaving:
         data = self._gather(kv, _padded([move.page for move in moves]))
@@ -261,6 +288,11 @@ def _stacks(model: StepModel, n_host_pages: int) -> list[_Stack]:
             )
         )
     return found
+
+
+def _bytes_of(page: Iterable[np.ndarray]) -> bytes:
+    """A page on disk: one array of each stack, one after the other."""
+    return b"".join(stack.tobytes() for stack in page)
 
 
 def _parts(moves: Seq[PageMove]) -> list[Seq[PageMove]]:

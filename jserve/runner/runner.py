@@ -38,6 +38,7 @@ from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
 from jserve.runner.disk import DiskStore
+from jserve.runner.door import DoorClients, PageDoor, parse_address
 from jserve.runner.experts import ExpertBalancer, check_experts
 from jserve.runner.heap import give_back
 from jserve.runner.memory import DeviceMemory
@@ -158,6 +159,7 @@ class ModelRunner:
         )
         n_host = self.limits.n_host_pages
         self._mover = PageMover(self.model, n_host, compiler) if n_host else None
+        self._door: PageDoor | None = None
         self._spill = self._open_disk(config.cache)
         self._new_state = state_maker(self.model, compiler)
         self.state: DeviceState = self._fresh_state()
@@ -295,12 +297,15 @@ class ModelRunner:
             "no_kernels": self._no_kernels,
             "programs": len(self.programs),
             "programs_loaded": self.programs.n_loaded,
+            "page_door": None if self._door is None else self._door.address,
             **self.memory.report(),
         }
 
     def counters(self) -> dict[str, float]:
         """The device side's counters for /metrics."""
         disk = {} if self._spill is None else self._spill.counters()
+        if self._door is not None:
+            disk["door_pages_given_total"] = float(self._door.n_given)
         experts = {} if self._experts is None else self._experts.counters()
         late = {"compiles_after_ready_total": float(self.programs.late_compiles)}
         return late | disk | experts
@@ -318,8 +323,19 @@ class ModelRunner:
         """(ticket, found) of the reads that are over."""
         return [] if self._mover is None else self._mover.take_fetched()
 
+    def hand_over(self, pages: list[tuple[int, bytes]]) -> int:
+        """Begin to write device pages (page, digest) for other engines."""
+        assert self._mover is not None, "there is no disk tier"
+        return self._mover.hand_over(self.state.kv, pages)
+
+    def handed(self) -> int:
+        """Calls of ``hand_over`` whose pages are written."""
+        return 0 if self._spill is None else self._spill.n_handed
+
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """The last call: write device pages (page, digest) to disk."""
+        if self._door is not None:
+            self._door.close()
         if self._mover is not None:
             self._mover.flush(self.state.kv, pages)
 
@@ -344,6 +360,10 @@ class ModelRunner:
 
     def _open_disk(self, options: CacheOptions) -> Spill | None:
         if not options.disk_dir:
+            if options.page_door:
+                raise ConfigError(
+                    "page_door gives pages of disk_dir: it needs one", field="page_door"
+                )
             return None
         if self._mover is None:
             raise ConfigError(
@@ -360,7 +380,13 @@ class ModelRunner:
             raise ConfigError(
                 f"disk_dir {error.filename}: {error.strerror}", field="disk_dir"
             ) from None
-        self._mover.spill = Spill(store)
+        if options.page_door:
+            if not options.page_door_key:
+                raise ConfigError("page_door needs page_door_key", field="page_door_key")
+            address = parse_address(options.page_door, "page_door")
+            self._door = PageDoor(address, store, options.page_door_key)
+        doors = DoorClients(store, options.page_door_key) if options.page_door_key else None
+        self._mover.spill = Spill(store, doors)
         return self._mover.spill
 
     def _move(self, plan: StepPlan) -> list[Leaving]:

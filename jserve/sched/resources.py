@@ -29,7 +29,7 @@ from jserve.sched.cache.retention import CacheRetention, root_of
 from jserve.sched.cache.swap import SwapPolicy
 from jserve.sched.vocab_rows import VocabRows
 from jserve.timing.prefill_cap import PrefillCap
-from jserve.types import Lane, Request, SeqState, Sequence
+from jserve.types import Finish, Lane, Request, SeqState, Sequence
 from jserve.window import PageDemand, chunk_of, tokens_ahead
 
 
@@ -66,6 +66,8 @@ class Resources:
         self.n_preemptions = 0
         self.n_looked_up = 0
         self.n_hit = 0
+        self.handed: list[tuple[int, bytes]] = []
+        """(page, digest) of pages that are to be written for other engines, oldest first."""
         self.vocab_rows = vocab_rows or VocabRows(n_slots)
         self._slots = deque(range(n_slots))
         self._refused: tuple[Sequence, int, int] | None = None
@@ -256,6 +258,8 @@ class Resources:
     def leave(self, seq: Sequence) -> None:
         """``seq`` is over, wherever it was."""
         lease = seq.lease
+        if seq.finish in (Finish.STOP, Finish.LENGTH):
+            self.hand_over(seq)
         self.vocab_rows.forget(seq)
         self.swap_policy.forget(seq)
         if lease is not None:
@@ -266,6 +270,11 @@ class Resources:
         seq.state = SeqState.FINISHED
         self.waiting.settle(seq)
         self._refused = None
+
+    def hand_over(self, seq: Sequence) -> None:
+        """Note the published pages of ``seq`` that another engine is to read, for whoever writes them."""
+        if seq.request.hands_over and seq.lease is not None:
+            self.handed += self.cache.hand_over(seq.lease)
 
     def tier_counters(self) -> dict[str, float]:
         """For /metrics, where there is a tier below the device."""

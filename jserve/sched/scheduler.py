@@ -369,6 +369,12 @@ class Scheduler:
         return bool(len(self.resources.waiting) or len(self.resources.running) or self._in_flight)
 
     @property
+    def waits_for_disk(self) -> bool:
+        """A page is being read that a sequence may wait for."""
+        tier = self.resources.cache.tier
+        return tier is not None and tier.n_fetching > 0
+
+    @property
     def n_waiting(self) -> int:
         """Sequences in the queue, preempted ones included."""
         return len(self.resources.waiting)

@@ -25,11 +25,12 @@ class DiskWaits:
         """True while pages of ``seq`` (in the queue) are being read."""
         cache = self._resources.cache
         tier = cache.tier
-        if tier is None or (not tier.on_disk and seq not in self._waits):
+        source = seq.request.pages_from
+        if tier is None or (not tier.on_disk and source is None and seq not in self._waits):
             return False
         if seq not in self._waits:
             key = root_of(seq.request)
-            tickets = cache.fetch(key, seq.tokens) if reuses_cache(seq) else []
+            tickets = cache.fetch(key, seq.tokens, source) if reuses_cache(seq) else []
             self._waits[seq] = tickets, cache.now
         tickets, since = self._waits[seq]
         left = [ticket for ticket in tickets if tier.fetching(ticket)]

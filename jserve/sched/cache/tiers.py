@@ -29,6 +29,14 @@ def take_fetches(scheduler: Scheduler) -> list[PageFetch]:
     return fetches
 
 
+def take_handed(scheduler: Scheduler) -> list[tuple[int, bytes]]:
+    """(device page, digest) of what is to be written for other engines, each given once. What they hold changes
+    with the next plan at the earliest."""
+    resources = scheduler.resources
+    pages, resources.handed = resources.handed, []
+    return pages
+
+
 def unstored_pages(scheduler: Scheduler) -> list[tuple[int, bytes]]:
     """(device page, digest) of what the prefix cache knows and the disk does not, for a last write."""
     return scheduler.resources.cache.unstored_pages()

@@ -1,0 +1,55 @@
+"""Has pages written that other engines are to read, and keeps back the end of a request until its pages are there.
+
+commit k    pages of handed requests, published by it --> disk tier begins to write them, beside step k + 1
+an end      waits for the writes that were begun before it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from jserve.ports import DiskTier
+from jserve.types import Output, Request
+
+
+class HandOvers:
+    """The requests of one engine whose prompts are computed for others."""
+
+    def __init__(self, disk: DiskTier) -> None:
+        self._disk = disk
+        self._requests: set[str] = set()
+        self._asked = 0
+        self._ends: deque[tuple[int, Output]] = deque()
+        """The call of ``DiskTier.hand_over`` that each waits for, and the end."""
+
+    def __len__(self) -> int:
+        """Ends that are kept back."""
+        return len(self._ends)
+
+    def add(self, request: Request) -> None:
+        self._requests.add(request.id)
+
+    def committed(self, pages: list[tuple[int, bytes]], outputs: list[Output]) -> list[Output]:
+        """``outputs`` of a step without the ends that wait for ``pages``, which it published, or for others."""
+        if pages:
+            self._asked = self._disk.hand_over(pages)
+        if not self._requests:
+            return outputs
+        kept = [
+            out for out in outputs if out.finish is not None and out.request_id in self._requests
+        ]
+        self._ends += [(self._asked, out) for out in kept]
+        return [out for out in outputs if out not in kept] if kept else outputs
+
+    def written(self) -> list[Output]:
+        """The ends whose pages are there."""
+        n, ended = self._disk.handed() if self._ends else 0, []
+        while self._ends and self._ends[0][0] <= n:
+            ended.append(self._ends.popleft()[1])
+        self.over(out.request_id for out in ended)
+        return ended
+
+    def over(self, ids: Iterable[str]) -> None:
+        """Nobody waits for the pages of these requests."""
+        self._requests.difference_update(ids)
