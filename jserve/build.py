@@ -580,9 +580,16 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
     if config.fleet.replicas:
         from jserve.fleet.face import FleetEngine
         from jserve.fleet.on_ray import RayReplicas
+        from jserve.fleet.roles import parse_roles
+        from jserve.fleet.shared_pages import with_shared_pages
 
+        roles = parse_roles(config.fleet.roles, config.fleet.replicas)
+        if roles:
+            config = with_shared_pages(config)
         replicas = RayReplicas(config, "jserve.build:engine")
-        return FleetEngine(replicas, policy=config.fleet.router, **given)
+        return FleetEngine(replicas, policy=config.fleet.router, roles=roles, **given)
+    if config.fleet.roles:
+        raise ConfigError("roles are of replicas, and there are none", field="roles")
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient
 

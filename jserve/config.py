@@ -499,6 +499,10 @@ class FleetOptions:
         "who gets a request: least price, least tokens times rows, emptier of two, in turn, any",
         choices=("seconds", "lmetric", "p2c", "round_robin", "random"),
     )
+    roles: str = opt(
+        "",
+        "replicas that compute prompts for the others, as prefill=1,decode=3; empty: all do both",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,8 @@ class ReplicaState:
     name: str
     state: str
     """ready; suspected: slower than it promises; out: it gets nothing; silent: it says nothing."""
+    role: str
+    """prefill: it computes prompts for the others; decode."""
     suspicion: float
     """By which its price is multiplied."""
     requests: int

@@ -30,6 +30,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Computing one more prompt token."""
     row_s: float = 0.0
     """Added to every step by one more sequence that decodes."""
+    page_s: float = 0.0
+    """Moving one KV page between device and host memory."""
     step_s: float = 0.0
     """The longest step that is usual now, with its prefill."""
 

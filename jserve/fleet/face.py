@@ -27,7 +27,10 @@ from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Sta
 from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.asking import Asking
 from jserve.fleet.commands import HandlePlaces, check_for_all
+from jserve.fleet.handover import HandOvers, behind_its_prompt, may_be_apart
 from jserve.fleet.member import Member, Sent, all_unfit, state_of
+from jserve.fleet.roles import lacking
+from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.source import ReplicaSource
 from jserve.fleet.suspicion import RetryBudget, Suspicion
@@ -50,13 +53,15 @@ class FleetEngine(EngineFace):
     Args:
         source: places replicas and keeps them alive.
         policy: one of ``fleet.router.POLICIES``.
+        roles: of ``fleet.roles.parse_roles``.
         health: limits of ``degraded_reasons`` of each replica.
         clock: monotonic seconds.
         rest: as ``EngineFace``.
 
     Attributes:
         counters: engine_deaths (replicas lost without being stopped), resumed, silent and ejected (times that a
-            replica was found so), moved (requests that went on elsewhere though their replica lives), aborted ...
+            replica was found so), moved (requests that went on elsewhere though their replica lives), handed_over and
+            handover_failed (prompts that another replica computed, and did not), aborted ...
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class FleetEngine(EngineFace):
         source: ReplicaSource,
         *,
         policy: str = "seconds",
+        roles: dict[str, int] | None = None,
         health: HealthLimits | None = None,
         clock: Clock = time.monotonic,
         **rest: Any,
@@ -73,7 +79,8 @@ class FleetEngine(EngineFace):
         self._resumption = Resumption(PATIENCE)
         self._router = ReplicaRouter(policy=policy)
         self.suspicion, self._budget = Suspicion(), RetryBudget()
-        self._asking = Asking()
+        self._asking, self._roles = Asking(), roles or {}
+        self._handovers = HandOvers(clock)
         self._members: dict[str, Member] = {}
         self._wanted: set[str] = set()
         self._sent: dict[str, Sent] = {}
@@ -108,8 +115,12 @@ class FleetEngine(EngineFace):
     @property
     def counters(self) -> dict[str, int]:
         told = {"resumed": self._resumption.n_resumed, "ejected": self.suspicion.n_ejected}
+        handed = {
+            "handed_over": self._handovers.n_done,
+            "handover_failed": self._handovers.n_failed,
+        }
         degraded = sum(one.health.n_degraded for one in self.members)
-        return {**told, **self._fleet, "degraded": degraded, **self._counts}
+        return {**told, **handed, **self._fleet, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         told, n = on_progress or (lambda *_: None), self._source.n
@@ -161,6 +172,7 @@ class FleetEngine(EngineFace):
         client = self._source.client(name)
         number = self._router.join()
         made = Member(name, number, client, self, health=self._health, clock=self._clock)
+        made.role = lacking(self._roles, [one.role for one in self._members.values()])
         self._members[name] = made
         self.suspicion.join(name)
         self._spawn(self._connect(made))
@@ -216,6 +228,7 @@ class FleetEngine(EngineFace):
         record = self.suspicion.records[member.name]
         candidate = self._router.candidates[member.number]
         candidate.suspicion, candidate.out = record.factor, record.out or member.silent
+        candidate.role = member.role
 
     # -- requests
 
@@ -230,14 +243,65 @@ class FleetEngine(EngineFace):
         request, router = stream.request, self._router
         asked = self._asking.of(request, self._info["page_size"])
         bound = self._bound_to(request, ttl_s)
+        if bound is None and self._roles and may_be_apart(request):
+            prefill = router.choose_prefill(asked)
+            if prefill is not None:
+                prompt = self._handovers.begin(stream)
+                self._send(prompt, prompt.request, asked, prefill)
+                return
         choice = router.choose(asked) if bound is None else router.assign(asked, bound.number)
-        member = bound or self._numbered(choice.replica)
+        self._send(stream, request, asked, choice, ttl_s)
+
+    def _send(
+        self,
+        stream: Stream,
+        request: Request,
+        asked: Asked,
+        choice: ReplicaChoice,
+        ttl_s: float | None = None,
+    ) -> None:
+        """Hand ``request``, an attempt at that of ``stream``, to the replica of ``choice``."""
+        member = self._numbered(choice.replica)
         self._sent[request.id] = Sent(asked, member, choice, self._clock())
         try:
             member.work_on(stream, request, ttl_s)
         except JserveError:
             self._over(stream)
             raise
+
+    def _answer(self, stream: Stream, source: str | None, *, ready: bool) -> None:
+        """Its prompt was computed, or as much of it as lies at ``source``: ``stream`` goes on where it costs least."""
+        if not stream.open or self._closing:
+            return
+        asked = self._asking.of(stream.request, self._info["page_size"])
+        if ready:
+            asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
+        try:
+            choice = self._router.choose(asked)
+            self._send(stream, behind_its_prompt(stream, source or ""), asked, choice)
+        except NotReady:
+            self._park([stream], "no replica")
+        except JserveError as error:
+            stream.end(Finish.ERROR, error.message, error.code)
+
+    def _on_prompt(self, replica: Replica, output: Output) -> None:
+        """``output`` of a request that only computes a prompt."""
+        sent = self._sent.get(output.request_id)
+        if sent is None or sent.member is not replica:
+            return
+        stream = self._handovers.ended(output)
+        if stream is not None:
+            self._settle(output.request_id)
+            replica.streams.pop(output.request_id, None)
+            ready = output.finish in (Finish.STOP, Finish.LENGTH)
+            self._answer(stream, replica.info.get("page_door"), ready=ready)
+
+    def _settle(self, request_id: str) -> Sent | None:
+        """The replica of ``request_id`` has no more to do with it."""
+        sent = self._sent.pop(request_id, None)
+        if sent is not None:
+            self._router.over(sent.asked, sent.member.number)
+        return sent
 
     def _bound_to(self, request: Request, ttl_s: float | None) -> Member | None:
         """The replica that has to take ``request`` at any price: that of its cache, or one that has rested and is
@@ -258,6 +322,9 @@ class FleetEngine(EngineFace):
         return next(one for one in self._members.values() if one.number == number)
 
     def _deliver(self, replica: Replica, output: Output) -> None:
+        if self._handovers.has(output.request_id):
+            self._on_prompt(replica, output)
+            return
         sent = self._sent.get(output.request_id)
         if sent is not None and sent.member is replica and sent.first and output.token_ids:
             sent.first, now = False, self._clock()
@@ -290,18 +357,25 @@ class FleetEngine(EngineFace):
         return True
 
     def _over(self, stream: Stream) -> None:
-        sent = self._sent.pop(stream.request.id, None)
+        prompt = self._handovers.forget(stream.request.id)
+        if prompt is not None:
+            sent = self._settle(prompt)
+            if sent is not None and sent.member.streams.pop(prompt, None) is not None:
+                sent.member.cancel(prompt)
+        sent = self._settle(stream.request.id)
         if sent is not None:
             self._asking.learn(sum(map(len, stream.said)))
             self.suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
-            self._router.over(sent.asked, sent.member.number)
 
     def _park(self, streams: list[Stream], why: str) -> None:
         for stream in streams:
-            sent = self._sent.pop(stream.request.id, None)
-            if sent is not None:
-                self._router.over(sent.asked, sent.member.number)
-        self._resumption.park(streams, why, EngineDead.code)
+            self._settle(stream.request.id)
+        prompts = [stream for stream in streams if self._handovers.has(stream.request.id)]
+        self._resumption.park([s for s in streams if s not in prompts], why, EngineDead.code)
+        for prompt in prompts:
+            waits = self._handovers.lost(prompt)
+            if waits is not None:
+                self._answer(waits, None, ready=False)
 
     def _move(self, member: Member, why: str, *, blamed: bool, n: int | None = None) -> None:
         """All that it works on, or the ``n`` oldest, go on elsewhere. ``blamed``: they may be why it hangs."""

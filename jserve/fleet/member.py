@@ -11,6 +11,7 @@ from jserve.engine.health import HealthLimits
 from jserve.engine.replica import Listener, Replica
 from jserve.engine.streams import Stream
 from jserve.engine.view import View
+from jserve.fleet.roles import DECODE
 from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.suspicion import TrustRecord
 from jserve.ports import Clock
@@ -31,6 +32,7 @@ class Member(Replica):
         silent: it was overdue, and has said nothing since.
         heard_at: when it last said something, or got something to do.
         n_requests: that it was given.
+        role: of ``fleet.roles.ROLES``.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Member(Replica):
         self.name, self.number = name, number
         self.silent = False
         self.n_requests = 0
+        self.role = DECODE
         self.heard_at = clock()
 
     @property
@@ -81,6 +84,7 @@ def state_of(member: Member, record: TrustRecord) -> ReplicaState:
     return ReplicaState(
         name=member.name,
         state="silent" if member.silent else "out" if record.out else suspected,
+        role=member.role,
         suspicion=record.factor,
         requests=member.n_requests,
         running=member.stats.running,

@@ -7,7 +7,8 @@ A pure function of the request, the replicas' views and the index of their pages
                + rows(r) * (new(r) * prefill_token_s(r)     what it costs those who run and wait there:
                             + n_out * row_s(r))             its prompt once, its row in every step
 
-times the replica's suspicion. The third line is what LMetric (arXiv 2603.15202) multiplies by, in seconds.
+times the replica's suspicion; pages that another replica handed over cost their way in and out. The third line is
+what LMetric (arXiv 2603.15202) multiplies by, in seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
 from jserve.request_options import Lane
 
+PREFILL = "prefill"
+"""The role of a replica that computes prompts for others: it answers where no other is left."""
 SLACK = 1.25
 """A prefix that nobody has goes to the replica of its hash, where that costs no more than so many times the mean."""
 
@@ -39,6 +42,8 @@ class Asked:
     adapter: str | None = None
     weights: str | None = None
     """None: any weights will do."""
+    n_ready: int = 0
+    """Prompt tokens whose pages another replica handed over: any one finds them, and has to move them."""
     ttft_s: float | None = None
     """Seconds within which its first token is promised."""
 
@@ -56,6 +61,8 @@ class Candidate:
     """Its times over those that its prices promise, at least 1."""
     out: bool = False
     """It gets nothing new, whatever its view says."""
+    role: str = ""
+    """``PREFILL``, or any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,31 +85,35 @@ def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Replica
         NotReady: none of them may take it.
     """
     known = pages.known(asked.pages, len(candidates))
-    able = [i for i, one in enumerate(candidates) if not one.out and _serves(one.view, asked)]
+    able = [i for i, one in enumerate(candidates) if not one.out and serves(one.view, asked)]
+    able = [i for i in able if candidates[i].role != PREFILL] or able
     if not able:
         raise NotReady("no replica takes this request now", retry_after=5.0)
-    prices = {i: _price(asked, candidates[i], known[i]) for i in able}
+    prices = {i: price(asked, candidates[i], known[i]) for i in able}
     if asked.ttft_s is not None:
         in_time = {i: price for i, price in prices.items() if price[0] <= asked.ttft_s}
         prices = in_time or prices
     replica = _cheapest(asked, prices, known)
     first_s, cost_s = prices[replica]
-    n_cached = known[replica] * asked.page_size
+    n_cached = max(asked.n_ready, known[replica] * asked.page_size)
     return ReplicaChoice(replica=replica, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
 
 
-def _serves(view: View, asked: Asked) -> bool:
+def serves(view: View, asked: Asked) -> bool:
+    """A replica of that ``view`` may take ``asked``."""
     if not view.ready or (asked.weights is not None and asked.weights != view.weights):
         return False
     return asked.adapter is None or asked.adapter in view.adapters
 
 
-def _price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, float]:
-    """(seconds to the first token, those and what others pay)."""
-    view = candidate.view
-    own_s = (asked.n_prompt - n_pages * asked.page_size) * view.prefill_token_s
+def price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, float]:
+    """(seconds to the first token, those and what others pay) at a replica that has ``n_pages`` of its prompt."""
+    view, has = candidate.view, n_pages * asked.page_size
+    moved = max(0, asked.n_ready - has)
+    own_s = (asked.n_prompt - has - moved) * view.prefill_token_s
     rows = view.n_rows + candidate.n_sent
-    first_s = view.wait_s.get(asked.lane, 0.0) + candidate.sent_s + own_s
+    move_s = 2 * view.page_s * moved / asked.page_size
+    first_s = view.wait_s.get(asked.lane, 0.0) + candidate.sent_s + move_s + own_s
     others_s = rows * (own_s + asked.n_out * view.row_s)
     return first_s * candidate.suspicion, (first_s + others_s) * candidate.suspicion
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
+from jserve.fleet.roles import prefill_at
 from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route
 
 
@@ -94,6 +95,18 @@ class ReplicaRouter:
         """
         choice = self._policy(self, asked)
         self._send(asked, choice)
+        return choice
+
+    def choose_prefill(self, asked: Asked) -> ReplicaChoice | None:
+        """The replica that computes the prompt of ``asked`` for another one, which is taken to be sent there; None:
+        whoever answers computes it.
+
+        Raises:
+            NotReady: none may answer it.
+        """
+        choice = prefill_at(asked, self.candidates, self.pages)
+        if choice is not None:
+            self._send(asked, choice)
         return choice
 
     def assign(self, asked: Asked, replica: int) -> ReplicaChoice:

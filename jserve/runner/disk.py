@@ -59,7 +59,8 @@ class DiskStore:
         self._read_only_until = 0.0
         self.n_written = self.n_read = self.n_broken = self.n_failed = 0
         self._names: OrderedDict[str, None] = OrderedDict()
-        self.root.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.mkdir(exist_ok=True)
         self._scan()
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ from jserve.runner.experts import ExpertBalancer, check_experts
 from jserve.runner.heap import give_back
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
-from jserve.runner.program_files import ProgramFiles
+from jserve.runner.program_files import ProgramFiles, by_others
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
 from jserve.runner.rehearsal import GREEDY, rehearsal
 from jserve.runner.sizes import sizes_of, step_model
@@ -380,6 +380,11 @@ class ModelRunner:
             raise ConfigError(
                 f"disk_dir {error.filename}: {error.strerror}", field="disk_dir"
             ) from None
+        if by_others(store.root.parent.stat(), group=False):
+            raise ConfigError(
+                "disk_dir can be written by other users: who writes pages chooses what is said",
+                field="disk_dir",
+            )
         if options.page_door:
             if not options.page_door_key:
                 raise ConfigError("page_door needs page_door_key", field="page_door_key")

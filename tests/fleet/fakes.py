@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
@@ -27,10 +28,12 @@ from jserve.engine.wire import (
     take_frames,
 )
 from jserve.fleet.host import EngineHost, NoConnection
-from jserve.ports import InFlight
+from jserve.ports import InFlight, RunnerLimits
+from jserve.runner.disk import DiskStore
+from jserve.runner.spill import Spill
 from jserve.sched.scheduler import Scheduler
-from jserve.testing import FakeRunner
-from jserve.types import StepResult
+from jserve.testing import FakeRunner, HostCopy
+from jserve.types import PageFetch, StepResult
 from tests.grammar import kit
 
 LIMITS = kit.limits(
@@ -61,14 +64,62 @@ class SlowRunner(FakeRunner):
         return dataclasses.replace(result, device_us=STEP_S * slow * 1e6)
 
 
+class SharedPagesRunner(SlowRunner):
+    """Hands pages over to others through files, as a runner with a disk tier does."""
+
+    def __init__(self, limits: RunnerLimits, directory: Path) -> None:
+        super().__init__(limits)
+        Z = limits.page_size
+        self._kinds = [(np.int64, Z), (np.uint64, Z), (np.bool_, Z), (np.bool_, Z)]
+        n = sum(np.dtype(kind).itemsize * n for kind, n in self._kinds)
+        store = DiskStore(directory, "fake", page_bytes=n, max_bytes=1 << 20)
+        self.spill = Spill(store)
+
+    def stored(self) -> list[bytes]:
+        return self.spill.store.digests()
+
+    def fetch(self, asked: list[PageFetch]) -> None:
+        for fetch in asked:
+            self.spill.read(fetch)
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        answers = []
+        for fetch, data in self.spill.answers():
+            if data is not None:
+                self.host[fetch.host] = self._arrays(data)
+            answers.append((fetch.ticket, data is not None))
+        return answers
+
+    def _arrays(self, data: bytes) -> HostCopy:
+        found, at = [], 0
+        for kind, n in self._kinds:
+            found.append(np.frombuffer(data, kind, n, at).copy())
+            at += found[-1].nbytes
+        return tuple(found)
+
+    def hand_over(self, pages: list[tuple[int, bytes]]) -> int:
+        arrays = (self.token_PZ, self.ctx_PZ, self.poison_PZ, self.shown_PZ)
+        copies = [(digest, b"".join(a[page].tobytes() for a in arrays)) for page, digest in pages]
+        return self.spill.hand_over(lambda: copies)
+
+    def handed(self) -> int:
+        return self.spill.n_handed
+
+    def flush(self, pages: list[tuple[int, bytes]]) -> None:
+        self.spill.close()
+
+
 def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
     """The engine of the drills. ``config.model.model`` is a directory of orders: the file ``slow.PID`` holds how
-    many times slower the steps of process PID are."""
-    runner = SlowRunner(LIMITS)
+    many times slower the steps of process PID are. With ``disk_dir`` it hands pages over."""
+    limits, pages = LIMITS, config.cache.disk_dir
+    if pages:
+        limits = dataclasses.replace(LIMITS, n_host_pages=64, page_move_s=1e-5)
+    runner = SharedPagesRunner(limits, Path(pages)) if pages else SlowRunner(limits)
     orders = config.model.model
     if orders:
         runner.slow = Path(orders) / f"slow.{os.getpid()}"
-    engine = Engine(Scheduler(LIMITS, config, guides=kit.guides()), runner)
+    engine = Engine(Scheduler(limits, config, guides=kit.guides()), runner)
     return engine, {
         "weights": "w1",
         "max_model_len": 512,

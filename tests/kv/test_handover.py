@@ -1,4 +1,4 @@
-"""Prompts computed by one engine for another: the pages that travel, and that nothing lost or broken changes a token."""
+"""Prompts computed by one engine for another: pages travel, and nothing lost or broken changes a token."""
 
 from __future__ import annotations
 

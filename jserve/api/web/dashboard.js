@@ -66,7 +66,8 @@ function showLower(now) {
   byId("overload").textContent = now.overload_level ? `Overload: ${levels[now.overload_level]}.` : "";
   const { kv, prefix, replicas, speculation, experts } = now;
   byId("replicas-card").hidden = !replicas.length;
-  byId("replicas").replaceChildren(...replicas.map((r) => el("tr", {}, el("th", { scope: "row" }, r.name), el("td", {}, r.state),
+  byId("replicas").replaceChildren(...replicas.map((r) => el("tr", {},
+    el("th", { scope: "row" }, r.name), el("td", {}, r.role), el("td", {}, r.state),
     ...[r.running, r.waiting, r.requests].map((value) => el("td", {}, short(value))),
     el("td", {}, share(r.pages_used, r.pages)), el("td", {}, share(r.found, r.looked_up)),
     el("td", {}, r.suspicion > 1 ? `${r.suspicion.toFixed(1)}×` : "–"))));

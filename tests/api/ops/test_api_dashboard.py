@@ -58,7 +58,9 @@ async def test_figures_are_those_of_the_metrics() -> None:
 
 def replica(name: str, state: str) -> ReplicaState:
     figures = {"requests": 9, "running": 2, "waiting": 1, "pages": 100, "pages_used": 50}
-    return ReplicaState(name=name, state=state, suspicion=1.0, looked_up=8, found=4, **figures)
+    return ReplicaState(
+        name=name, state=state, suspicion=1.0, role="decode", looked_up=8, found=4, **figures
+    )
 
 
 async def test_replicas_are_told_and_counted_by_state() -> None:

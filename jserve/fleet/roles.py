@@ -1,0 +1,86 @@
+"""Says which replicas compute prompts for the others, and when a prompt had better be computed by one of them.
+
+A role is a weight of the choice and nothing else: every replica has all programs, so one that computes prompts serves
+whole requests where no other is left, and one that decodes computes a prompt itself where that costs less. A pure
+function of views, in seconds::
+
+    here     cost(r)                                 what a request costs at the replica r that ``route`` takes
+    apart    cost(p, no tokens of output)            its prompt at the cheapest prefill replica p
+             + cost(r, with all full pages moved)    moving those, the rest of the prompt, the answer
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import replace
+
+from jserve.errors import ConfigError
+from jserve.fleet.pages import PageIndex
+from jserve.fleet.route import PREFILL, Asked, Candidate, ReplicaChoice, price, route, serves
+
+DECODE = "decode"
+ROLES = (PREFILL, DECODE)
+
+
+def parse_roles(text: str, replicas: int) -> dict[str, int]:
+    """Replicas by role, of ``prefill=1,decode=3``; {}: all do both.
+
+    Raises:
+        ConfigError: it says something else, or does not add up to ``replicas``.
+    """
+    if not text:
+        return {}
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, n = part.strip().partition("=")
+        if name not in ROLES or name in found or not (n.isascii() and n.isdigit()) or not int(n):
+            raise ConfigError(
+                f"roles must be like prefill=1,decode=3, not {text[:80]!r}", field="roles"
+            )
+        found[name] = int(n)
+    if set(found) != set(ROLES):
+        raise ConfigError("roles needs replicas of both, prefill and decode", field="roles")
+    if sum(found.values()) != replicas:
+        raise ConfigError(
+            f"roles are of {sum(found.values())} replicas, and replicas is {replicas}",
+            field="roles",
+        )
+    return found
+
+
+def lacking(wanted: dict[str, int], given: Iterable[str]) -> str:
+    """The role of one more replica beside those that were ``given``: answers first, then what lacks most."""
+    has = Counter(given)
+    if not wanted or not has[DECODE]:
+        return DECODE
+    return max(ROLES, key=lambda role: (wanted[role] - has[role], role == DECODE))
+
+
+def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice | None:
+    """The replica that computes the prompt of ``asked`` for whoever answers; None: whoever answers does.
+
+    Raises:
+        NotReady: nobody answers it.
+    """
+    helpers = [
+        i
+        for i, one in enumerate(candidates)
+        if one.role == PREFILL and not one.out and serves(one.view, asked)
+    ]
+    if not helpers or not asked.pages:
+        return None
+    here = route(asked, candidates, pages)
+    if candidates[here.replica].role == PREFILL:
+        return None
+    known = pages.known(asked.pages, len(candidates))
+    moved = replace(asked, n_ready=len(asked.pages) * asked.page_size)
+    _, after_s = price(moved, candidates[here.replica], known[here.replica])
+    prompt = replace(asked, n_out=0)
+    prices = {i: price(prompt, candidates[i], known[i]) for i in helpers}
+    best = min(helpers, key=lambda i: (prices[i][1], i))
+    first_s, cost_s = prices[best]
+    if cost_s + after_s >= here.cost_s:
+        return None
+    n_cached = known[best] * asked.page_size
+    return ReplicaChoice(replica=best, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
