@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jserve.engine import operate
-from jserve.engine.handing import HandOvers
+from jserve.engine.handing import HandedPages
 from jserve.engine.hold import Hold
 from jserve.engine.pending_compile import PendingCompile
 from jserve.engine.steplog import StepLog
@@ -86,7 +86,7 @@ class Engine:
         self._landed: list[Output] = []
         stored = runner.stored() if isinstance(runner, DiskTier) else None
         self._disk = runner if isinstance(runner, DiskTier) and stored is not None else None
-        self._handing = None if self._disk is None else HandOvers(self._disk)
+        self._handing = None if self._disk is None else HandedPages(self._disk)
         if stored is not None:
             tiering.learn(scheduler, stored, clock())
 

@@ -13,7 +13,7 @@ from jserve.ports import DiskTier
 from jserve.types import Output, Request
 
 
-class HandOvers:
+class HandedPages:
     """The requests of one engine whose prompts are computed for others."""
 
     def __init__(self, disk: DiskTier) -> None:

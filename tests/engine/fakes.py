@@ -176,6 +176,8 @@ class FakeScheduler:
             self.seqs.pop(key).finish = Finish.ERROR
         return [Output(request_id=i, index=n, finish=Finish.ERROR, error=error) for i, n in keys]
 
+    waits_for_disk = False
+
     @property
     def has_work(self) -> bool:
         return bool(self.seqs)

@@ -90,7 +90,7 @@ def test_half_written_files_of_a_crash_are_swept_and_others_left_alone(tmp_path)
     kept = store(tmp_path)
     kept.put(name(1), page(1))
     folder = files(tmp_path)[0].parent
-    (folder / "01.77.partial").write_bytes(b"half")
+    (folder / "01.99999999.partial").write_bytes(b"half")
     (folder / "notes.txt").write_text("not ours")
     again = store(tmp_path)
     assert len(again) == 1
