@@ -67,8 +67,8 @@ class Request(RequestOptions):
     """The pages of its prompt go to the disk tier as soon as they are computed, for another engine to read, and
     its end is told once they are there."""
     pages_from: str | None = None
-    """Where another engine wrote pages of its prompt: an address of its ``PageDoor``, or "" for the directory of the
-    disk tier, which both share; None: nowhere."""
+    """The place where another engine wrote pages of its prompt: an address of its ``PageDoor``, or "" for the
+    directory of the disk tier, which both share; None: nowhere."""
 
     @property
     def open_choices(self) -> Seq[int]:

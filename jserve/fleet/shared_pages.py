@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import secrets
@@ -20,7 +21,8 @@ ANY_ADDRESS = "0.0.0.0:0"
 
 
 def with_shared_pages(config: EngineConfig) -> EngineConfig:
-    """``config`` of replicas with roles, with a directory, host memory and doors where it names none.
+    """``config`` of replicas with roles, with a directory, host memory and doors where it names none. The directory
+    is removed when this process ends.
 
     Raises:
         ConfigError: an option that pages cannot travel with.
@@ -37,7 +39,10 @@ def with_shared_pages(config: EngineConfig) -> EngineConfig:
             raise ConfigError("roles need disk_dir: there is no /dev/shm", field="disk_dir")
         free_gb = shutil.disk_usage(MEMORY).free / 2**30
         most = SHARE * free_gb / max(1, config.fleet.replicas)
-        changes["disk_dir"] = str(MEMORY / f"jserve-{os.getuid()}")
+        directory = str(MEMORY / f"jserve-{os.getuid()}-{secrets.token_hex(4)}")
+        # Files there take memory: with the front they have no use any more.
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        changes["disk_dir"] = directory
         changes["disk_gb"] = max(0.001, min(cache.disk_gb, most))
     if not cache.host_memory_gb:
         changes["host_memory_gb"] = HOST_GB

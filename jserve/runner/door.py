@@ -80,7 +80,7 @@ class PageDoor:
             ) from None
         host = _own_address() if address[0] in ("0.0.0.0", "::") else address[0]
         self.address = f"{host}:{self._socket.getsockname()[1]}"
-        """Where others reach it."""
+        """The address at which others reach it."""
         threading.Thread(target=self._accept, name="page-door", daemon=True).start()
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class DoorClients:
 
 
 def hello(store: DiskStore, key: str) -> bytes:
-    """What a client says first."""
+    """The first message of a client."""
     hashed = hashlib.sha256(key.encode()).digest()
     return _HELLO.pack(MAGIC, hashed, store.root.name.encode()[:16], store.page_bytes)
 

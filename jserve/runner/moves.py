@@ -145,7 +145,7 @@ class PageMover:
         return number
 
     def _named(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> Pages:
-        """What gives (digest, bytes) of device ``pages`` once they are on the host."""
+        """A function that gives (digest, bytes) of device ``pages`` once they are on the host."""
         if not pages:
             return lambda: ()
         data = self._gather(kv, _padded([page for page, _ in pages]))
