@@ -156,12 +156,15 @@ def test_an_aborted_handover_writes_nothing_later(tmp_path):
     """What it published may be given to others before anybody writes it."""
     world = World(tmp_path, tmp_path)
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
-    world.first.submit(Request(id="p", prompt_ids=PROMPT, params=params, hands_over=True))
-    for _ in range(5):
-        world.first.step()
-    world.first.cancel("p")
+    world.first.submit(Request(id="before", prompt_ids=PROMPT, params=params))
     run(world.first)
+    world.first.submit(Request(id="p", prompt_ids=PROMPT, params=params, hands_over=True))
+    world.first.step()  # in flight, with a prefix that was cached and is not handed over yet
+    world.first.cancel("p")
+    world.first.step()
     assert not world.first.scheduler.resources.handed
+    run(world.first)
+    assert not world.files()
     assert not world.first.busy
 
 
