@@ -578,18 +578,10 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
     )
     given: dict[str, Any] = {"stall_timeout_s": server.stall_timeout_s, "health": limits}
     if config.fleet.replicas:
-        from jserve.fleet.face import FleetEngine
-        from jserve.fleet.on_ray import RayReplicas
-        from jserve.fleet.roles import parse_roles
-        from jserve.fleet.shared_pages import with_shared_pages
+        from jserve.fleet.start import fleet_engine
 
-        roles = parse_roles(config.fleet.roles, config.fleet.replicas)
-        if roles:
-            config = with_shared_pages(config)
-        replicas = RayReplicas(config, "jserve.build:engine")
-        return FleetEngine(replicas, policy=config.fleet.router, roles=roles, **given)
-    if config.fleet.roles:
-        raise ConfigError("roles are of replicas, and there are none", field="roles")
+        return fleet_engine(config, "jserve.build:engine", **given)
+    check_one_engine(config)
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient
 
@@ -599,6 +591,12 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
         return ProcClient(config)
 
     return AsyncEngine(client, **{"max_restarts": server.max_restarts, **given, **options})
+
+
+def check_one_engine(config: EngineConfig) -> None:
+    """Raises ConfigError for options of replicas where there are none."""
+    if config.fleet.roles:
+        raise ConfigError("roles are of replicas, and there are none", field="roles")
 
 
 def close(engine: DrivenEngine) -> None:

@@ -169,10 +169,10 @@ class CacheOptions:
         "", "directory for KV pages that outlive the server; needs host_memory_gb; empty is none"
     )
     disk_gb: float = opt(10.0, "GiB of files in disk_dir", min=0.001, max=1048576.0)
-    page_door: str = opt(
-        "", "HOST:PORT where other engines get pages of disk_dir, port 0 is any; empty is nowhere"
+    kv_transfer_address: str = opt(
+        "", "HOST:PORT where other engines get KV pages of disk_dir, port 0: any; empty: nowhere"
     )
-    page_door_key: str = opt("", "secret that engines which give each other pages share")
+    kv_transfer_key: str = opt("", "secret of the engines that get KV pages of each other")
     handle_pages: int = opt(
         0, "KV pages that named cache handles may pin; 0 is half of the pool", min=0
     )

@@ -86,6 +86,7 @@ class LLM(_Door, Operations):
         super().__init__(model, config, options, weights=params is None)
         if self.config.fleet.replicas:
             raise ConfigError("LLM has one engine; AsyncLLM takes replicas", field="replicas")
+        build.check_one_engine(self.config)
         self._lock = threading.Lock()
         self._closed = False
         self._streams_in: int | None = None

@@ -146,13 +146,13 @@ class DiskTier(Protocol):
         """(ticket, found) of reads that are over; what was found is in its host page."""
         ...
 
-    def hand_over(self, pages: list[tuple[int, bytes]]) -> int:
-        """Begin to write (device page, digest), before any later step changes them; returns at once, with the number
-        of this call, from 1."""
+    def export(self, pages: list[tuple[int, bytes]]) -> int:
+        """Begin to write (device page, digest) before any later step changes them; returns at once, with what
+        ``exported`` gives at least once they are written."""
         ...
 
-    def handed(self) -> int:
-        """Calls of ``hand_over``, from the first, whose pages are written, or never will be."""
+    def exported(self) -> int:
+        """A number that grows as exports are over, in their order, written or dropped."""
         ...
 
     def flush(self, pages: list[tuple[int, bytes]]) -> None:

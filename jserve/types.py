@@ -63,11 +63,11 @@ class Request(RequestOptions):
     said: tuple[tuple[int, ...] | None, ...] = ()
     """For each choice the ids that earlier attempts told, behind which this one goes on; None: that choice
     is over. (): nothing came before this attempt."""
-    hands_over: bool = False
+    exports_kv: bool = False
     """The pages of its prompt go to the disk tier as soon as they are computed, for another engine to read, and
     its end is told once they are there."""
-    pages_from: str | None = None
-    """The place where another engine wrote pages of its prompt: an address of its ``PageDoor``, or "" for the
+    kv_source: str | None = None
+    """The place where another engine wrote pages of its prompt: an address of its ``KVTransferServer``, or "" for the
     directory of the disk tier, which both share; None: nowhere."""
 
     @property
@@ -256,7 +256,7 @@ class PageFetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     digest: bytes
     host: int
     source: str = ""
-    """As ``Request.pages_from``."""
+    """As ``Request.kv_source``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

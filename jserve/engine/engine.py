@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jserve.engine import operate
-from jserve.engine.handing import HandedPages
 from jserve.engine.hold import Hold
+from jserve.engine.kv_export import KVExports
 from jserve.engine.pending_compile import PendingCompile
 from jserve.engine.steplog import StepLog
 from jserve.engine.wire import Cancel, Control, Create, HandleCommand, HandleReply, Stats, Submit
@@ -86,7 +86,7 @@ class Engine:
         self._landed: list[Output] = []
         stored = runner.stored() if isinstance(runner, DiskTier) else None
         self._disk = runner if isinstance(runner, DiskTier) and stored is not None else None
-        self._handing = None if self._disk is None else HandedPages(self._disk)
+        self._exports = None if self._disk is None else KVExports(self._disk)
         if stored is not None:
             tiering.learn(scheduler, stored, clock())
 
@@ -120,7 +120,7 @@ class Engine:
     def busy(self) -> bool:
         """True while a further step would do something."""
         ours = self._inbox or self._flights or self._landed
-        if ours or self.hold.pending is not None or self._handing:
+        if ours or self.hold.pending is not None or self._exports:
             return True
         return not self.hold.stopped and (bool(len(self._anteroom)) or self.scheduler.has_work)
 
@@ -128,7 +128,7 @@ class Engine:
     def blocked_wait_s(self) -> float:
         """Seconds after which ``step`` may do something, where it is busy and did nothing: short while a page is
         read or written that a request waits for."""
-        waits = bool(self._handing) or self.scheduler.waits_for_disk
+        waits = bool(self._exports) or self.scheduler.waits_for_disk
         return DISK_WAIT_S if waits else BLOCKED_WAIT_S
 
     @property
@@ -191,8 +191,8 @@ class Engine:
         outputs = self.scheduler.commit(plan, result, now)
         self.log.add(plan, result, now)
         self.n_steps += 1
-        if self._handing is not None:
-            outputs = self._handing.committed(tiering.take_handed(self.scheduler), outputs)
+        if self._exports is not None:
+            outputs = self._exports.committed(tiering.take_exports(self.scheduler), outputs)
         return outputs
 
     @property
@@ -268,8 +268,8 @@ class Engine:
             answers = self._disk.take_fetched()
             if answers:
                 tiering.fetched(self.scheduler, answers, self.clock())
-        if self._handing is not None:
-            outputs += self._handing.written()
+        if self._exports is not None:
+            outputs += self._exports.written()
         self._settle()
         self._inbox.extendleft(reversed(self.hold.take()))
         while self._inbox:
@@ -304,8 +304,8 @@ class Engine:
         held = self.hold.cancel(request_id) if index is None else None
         if held is not None:
             return aborted(held.request)
-        if self._handing is not None:
-            self._handing.over([request_id])
+        if self._exports is not None:
+            self._exports.over([request_id])
         outputs = self._anteroom.cancel(request_id, index)
         return outputs + self.scheduler.cancel(request_id, now, index)
 
@@ -364,8 +364,8 @@ class Engine:
             if error is not None:
                 raise error
             self.scheduler.submit(request, self.clock())
-            if request.hands_over and self._handing is not None:
-                self._handing.add(request)
+            if request.exports_kv and self._exports is not None:
+                self._exports.add(request)
         except JserveError as refused:
             return refusal(request, refused)
         return []
@@ -381,8 +381,8 @@ class Engine:
         self._flights.clear()
         now = self.clock()
         outputs = self.scheduler.recover(lost, f"the step failed with {name}", now)
-        if self._handing is not None:
-            self._handing.over(out.request_id for out in outputs if out.finish is not None)
+        if self._exports is not None:
+            self._exports.over(out.request_id for out in outputs if out.finish is not None)
         reason = self.scheduler.device_fault(now)
         if reason is not None:
             raise EngineDead(f"a step failed with {name}, {reason}") from error

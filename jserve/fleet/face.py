@@ -27,8 +27,8 @@ from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Sta
 from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.asking import Asking
 from jserve.fleet.commands import HandlePlaces, check_for_all
-from jserve.fleet.handover import HandOvers, behind_its_prompt, may_be_apart
 from jserve.fleet.member import Member, Sent, all_unfit, state_of
+from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
 from jserve.fleet.roles import lacking
 from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
@@ -60,8 +60,8 @@ class FleetEngine(EngineFace):
 
     Attributes:
         counters: engine_deaths (replicas lost without being stopped), resumed, silent and ejected (times that a
-            replica was found so), moved (requests that went on elsewhere though their replica lives), handed_over and
-            handover_failed (prompts that another replica computed, and did not), aborted ...
+            replica was found so), moved (requests that went on elsewhere though their replica lives), remote_prefills
+            and remote_prefills_failed (prompts that a prefill replica computed, and did not), aborted ...
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FleetEngine(EngineFace):
         self._router = ReplicaRouter(policy=policy)
         self.suspicion, self._budget = Suspicion(), RetryBudget()
         self._asking, self._roles = Asking(), roles or {}
-        self._handovers = HandOvers(clock)
+        self._prefills = RemotePrefills(clock)
         self._members: dict[str, Member] = {}
         self._wanted: set[str] = set()
         self._sent: dict[str, Sent] = {}
@@ -115,12 +115,10 @@ class FleetEngine(EngineFace):
     @property
     def counters(self) -> dict[str, int]:
         told = {"resumed": self._resumption.n_resumed, "ejected": self.suspicion.n_ejected}
-        handed = {
-            "handed_over": self._handovers.n_done,
-            "handover_failed": self._handovers.n_failed,
-        }
+        done, failed = self._prefills.n_done, self._prefills.n_failed
+        remote = {"remote_prefills": done, "remote_prefills_failed": failed}
         degraded = sum(one.health.n_degraded for one in self.members)
-        return {**told, **handed, **self._fleet, "degraded": degraded, **self._counts}
+        return {**told, **remote, **self._fleet, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         told, n = on_progress or (lambda *_: None), self._source.n
@@ -243,11 +241,10 @@ class FleetEngine(EngineFace):
         request, router = stream.request, self._router
         asked = self._asking.of(request, self._info["page_size"])
         bound = self._bound_to(request, ttl_s)
-        if bound is None and self._roles and may_be_apart(request):
+        if bound is None and self._roles and may_be_remote(request):
             prefill = router.choose_prefill(asked)
             if prefill is not None:
-                prompt = self._handovers.begin(stream)
-                self._send(prompt, prompt.request, asked, prefill)
+                self._send_prefill(self._prefills.begin(stream), asked, prefill)
                 return
         choice = router.choose(asked) if bound is None else router.assign(asked, bound.number)
         self._send(stream, request, asked, choice, ttl_s)
@@ -269,8 +266,16 @@ class FleetEngine(EngineFace):
             self._over(stream)
             raise
 
-    def _answer(self, stream: Stream, source: str | None, *, ready: bool) -> None:
-        """Its prompt was computed, or as much of it as lies at ``source``: ``stream`` goes on where it costs least."""
+    def _send_prefill(self, prefill: Stream, asked: Asked, choice: ReplicaChoice) -> None:
+        try:
+            self._send(prefill, prefill.request, asked, choice)
+        except JserveError:
+            self._prefills.lost(prefill)
+            raise
+
+    def _answer(self, stream: Stream, source: str, *, ready: bool) -> None:
+        """Answer ``stream``, whose prefill is over, where that costs least. ``ready``: all its full pages are at
+        ``source``; otherwise some may be."""
         if not stream.open or self._closing:
             return
         asked = self._asking.of(stream.request, self._info["page_size"])
@@ -278,23 +283,23 @@ class FleetEngine(EngineFace):
             asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
         try:
             choice = self._router.choose(asked)
-            self._send(stream, behind_its_prompt(stream, source or ""), asked, choice)
+            self._send(stream, after_prefill(stream, source), asked, choice)
         except NotReady:
             self._park([stream], "no replica")
         except JserveError as error:
             stream.end(Finish.ERROR, error.message, error.code)
 
-    def _on_prompt(self, replica: Replica, output: Output) -> None:
+    def _on_prefill(self, replica: Replica, output: Output) -> None:
         """``output`` of a request that only computes a prompt."""
         sent = self._sent.get(output.request_id)
         if sent is None or sent.member is not replica:
             return
-        stream = self._handovers.ended(output)
+        stream = self._prefills.ended(output)
         if stream is not None:
             self._settle(output.request_id)
             replica.streams.pop(output.request_id, None)
             ready = output.finish in (Finish.STOP, Finish.LENGTH)
-            self._answer(stream, replica.info.get("page_door"), ready=ready)
+            self._answer(stream, replica.info.get("kv_transfer_address") or "", ready=ready)
 
     def _settle(self, request_id: str) -> Sent | None:
         """The replica of ``request_id`` has no more to do with it."""
@@ -322,8 +327,8 @@ class FleetEngine(EngineFace):
         return next(one for one in self._members.values() if one.number == number)
 
     def _deliver(self, replica: Replica, output: Output) -> None:
-        if self._handovers.has(output.request_id):
-            self._on_prompt(replica, output)
+        if self._prefills.has(output.request_id):
+            self._on_prefill(replica, output)
             return
         sent = self._sent.get(output.request_id)
         if sent is not None and sent.member is replica and sent.first and output.token_ids:
@@ -357,11 +362,11 @@ class FleetEngine(EngineFace):
         return True
 
     def _over(self, stream: Stream) -> None:
-        prompt = self._handovers.forget(stream.request.id)
-        if prompt is not None:
-            sent = self._settle(prompt)
-            if sent is not None and sent.member.streams.pop(prompt, None) is not None:
-                sent.member.cancel(prompt)
+        prefill = self._prefills.forget(stream.request.id)
+        if prefill is not None:
+            sent = self._settle(prefill)
+            if sent is not None and sent.member.streams.pop(prefill, None) is not None:
+                sent.member.cancel(prefill)
         sent = self._settle(stream.request.id)
         if sent is not None:
             self._asking.learn(sum(map(len, stream.said)))
@@ -370,12 +375,12 @@ class FleetEngine(EngineFace):
     def _park(self, streams: list[Stream], why: str) -> None:
         for stream in streams:
             self._settle(stream.request.id)
-        prompts = [stream for stream in streams if self._handovers.has(stream.request.id)]
-        self._resumption.park([s for s in streams if s not in prompts], why, EngineDead.code)
-        for prompt in prompts:
-            waits = self._handovers.lost(prompt)
+        prefills = [stream for stream in streams if self._prefills.has(stream.request.id)]
+        self._resumption.park([s for s in streams if s not in prefills], why, EngineDead.code)
+        for prefill in prefills:
+            waits = self._prefills.lost(prefill)
             if waits is not None:
-                self._answer(waits, None, ready=False)
+                self._answer(waits, "", ready=False)
 
     def _move(self, member: Member, why: str, *, blamed: bool, n: int | None = None) -> None:
         """All that it works on, or the ``n`` oldest, go on elsewhere. ``blamed``: they may be why it hangs."""

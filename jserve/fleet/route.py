@@ -7,7 +7,7 @@ A pure function of the request, the replicas' views and the index of their pages
                + rows(r) * (new(r) * prefill_token_s(r)     what it costs those who run and wait there:
                             + n_out * row_s(r))             its prompt once, its row in every step
 
-times the replica's suspicion; pages that another replica handed over cost their way in and out. The third line is
+times the replica's suspicion; pages that a prefill replica exported cost their way in and out. The third line is
 what LMetric (arXiv 2603.15202) multiplies by, in seconds.
 """
 
@@ -43,7 +43,7 @@ class Asked:
     weights: str | None = None
     """None: any weights will do."""
     n_ready: int = 0
-    """Prompt tokens whose pages another replica handed over: any one finds them, and has to move them."""
+    """Prompt tokens whose pages a prefill replica exported: any one finds them, and has to move them."""
     ttft_s: float | None = None
     """Seconds within which its first token is promised."""
 

@@ -1,4 +1,4 @@
-"""Gives replicas with roles what pages travel through: a directory on each machine, and doors between machines."""
+"""Gives replicas with roles what KV pages travel through: a directory on each machine, and TCP between machines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ANY_ADDRESS = "0.0.0.0:0"
 
 
 def with_shared_pages(config: EngineConfig) -> EngineConfig:
-    """``config`` of replicas with roles, with a directory, host memory and doors where it names none. The directory
-    is removed when this process ends.
+    """``config`` of replicas with roles, with a directory, host memory and KV transfer where it names none. The
+    directory is removed on this machine when this process ends.
 
     Raises:
         ConfigError: an option that pages cannot travel with.
@@ -30,7 +30,7 @@ def with_shared_pages(config: EngineConfig) -> EngineConfig:
     cache = config.cache
     if not cache.prefix_caching:
         raise ConfigError(
-            "roles hand over pages that are found by their prefix: prefix_caching is off",
+            "roles need pages that are found by their prefix: prefix_caching is off",
             field="prefix_caching",
         )
     changes: dict[str, object] = {}
@@ -46,8 +46,10 @@ def with_shared_pages(config: EngineConfig) -> EngineConfig:
         changes["disk_gb"] = max(0.001, min(cache.disk_gb, most))
     if not cache.host_memory_gb:
         changes["host_memory_gb"] = HOST_GB
-    if config.fleet.ray_address and not cache.page_door:
-        changes["page_door"] = ANY_ADDRESS
-    if (cache.page_door or "page_door" in changes) and not cache.page_door_key:
-        changes["page_door_key"] = secrets.token_hex(16)
+    if config.fleet.ray_address and not cache.kv_transfer_address:
+        changes["kv_transfer_address"] = ANY_ADDRESS
+    if (
+        cache.kv_transfer_address or "kv_transfer_address" in changes
+    ) and not cache.kv_transfer_key:
+        changes["kv_transfer_key"] = secrets.token_hex(16)
     return dataclasses.replace(config, cache=dataclasses.replace(cache, **changes))  # type: ignore[arg-type]

@@ -257,9 +257,9 @@ class PageCache:
             tickets.append(ticket)
         return tickets
 
-    def hand_over(self, lease: PageLease) -> list[tuple[int, bytes]]:
-        """(page, digest) of the published pages of ``lease`` that were not handed over yet."""
-        n, lease.n_handed = lease.n_published - lease.n_handed, lease.n_published
+    def take_unexported(self, lease: PageLease) -> list[tuple[int, bytes]]:
+        """(page, digest) of the published pages of ``lease`` that were not exported yet."""
+        n, lease.n_exported = lease.n_published - lease.n_exported, lease.n_published
         if self.tier is None or not self.tier.disk or n <= 0:
             return []
         path = path_to(lease.node)[:n]

@@ -318,7 +318,7 @@ class GroupedCache:
     def fetch(self, key: RootKey, tokens: Seq[int], source: str | None = None) -> list[int]:
         return []
 
-    def hand_over(self, lease: GroupedLease) -> list[tuple[int, bytes]]:
+    def take_unexported(self, lease: GroupedLease) -> list[tuple[int, bytes]]:
         return []
 
     def unstored_pages(self) -> list[tuple[int, bytes]]:

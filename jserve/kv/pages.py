@@ -215,8 +215,8 @@ class PageLease:
     """Retention of its published pages once it finishes."""
     n_weights: int = 0
     """``PageCache.n_weights`` when it was made."""
-    n_handed: int = 0
-    """Leading published pages that were handed over (``Request.hands_over``)."""
+    n_exported: int = 0
+    """Leading published pages that were exported (``Request.exports_kv``)."""
     released: bool = False
 
     @property

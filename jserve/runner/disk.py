@@ -91,9 +91,8 @@ class DiskStore:
         name = digest.hex()
         if self.max_pages < 1 or self.read_only:
             return self.has(digest)
-        if self.has(digest):  # of another engine's making too
-            self._names[name] = None
-            self._names.move_to_end(name)
+        if self.has(digest):  # another engine may have written it
+            self._use(name)
             return True
         self._names.pop(name, None)
         while len(self._names) >= self.max_pages:
@@ -129,8 +128,7 @@ class DiskStore:
             self.n_broken += 1
             self._forget(name)
             return None
-        self._names[name] = None
-        self._names.move_to_end(name)
+        self._use(name)
         with contextlib.suppress(OSError):
             os.utime(path)  # the order of use outlives a restart
         self.n_read += 1
@@ -152,6 +150,13 @@ class DiskStore:
                     found.append((path.stat().st_mtime, path.stem))
         self._names = OrderedDict.fromkeys(name for _, name in sorted(found))
         while len(self._names) > max(self.max_pages, 0):
+            self._forget(next(iter(self._names)))
+
+    def _use(self, name: str) -> None:
+        """The file is the one used last, whoever wrote it; it counts here from now on."""
+        self._names[name] = None
+        self._names.move_to_end(name)
+        while len(self._names) > self.max_pages:
             self._forget(next(iter(self._names)))
 
     def _failed(self, error: OSError, partial: Path) -> None:

@@ -132,16 +132,18 @@ class PageMover:
             answers.append((fetch.ticket, data is not None))
         return answers
 
-    def hand_over(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> int:
+    def export(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> int:
         """Begin to write device pages (page, digest) for other engines; those that are written are left out. As
-        ``DiskTier.hand_over``."""
+        ``DiskTier.export``."""
         assert self.spill is not None, "there is no disk"
         store = self.spill.store
         pages = [(page, digest) for page, digest in pages if not store.has(digest)]
         number = 0
-        for i in range(0, max(1, len(pages)), WIDTH):
+        for i in range(
+            0, max(1, len(pages)), WIDTH
+        ):  # also where all are written: others may still be on their way
             part = pages[i : i + WIDTH]
-            number = self.spill.hand_over(self._named(kv, part))
+            number = self.spill.export(self._named(kv, part))
         return number
 
     def _named(self, kv: KV, pages: Seq[tuple[int, bytes]]) -> Pages:

@@ -14,7 +14,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,17 +36,15 @@ from jserve.runner import results
 from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
-from jserve.runner.disk import DiskStore
-from jserve.runner.door import DoorClients, PageDoor, parse_address
 from jserve.runner.experts import ExpertBalancer, check_experts
 from jserve.runner.heap import give_back
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
-from jserve.runner.program_files import ProgramFiles, by_others
+from jserve.runner.program_files import ProgramFiles
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
 from jserve.runner.rehearsal import GREEDY, rehearsal
 from jserve.runner.sizes import sizes_of, step_model
-from jserve.runner.spill import Spill
+from jserve.runner.spill import Spill, open_spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
 from jserve.runner.weights import WeightUpdate, delete_leaves, to_devices, to_host
@@ -159,7 +156,6 @@ class ModelRunner:
         )
         n_host = self.limits.n_host_pages
         self._mover = PageMover(self.model, n_host, compiler) if n_host else None
-        self._door: PageDoor | None = None
         self._spill = self._open_disk(config.cache)
         self._new_state = state_maker(self.model, compiler)
         self.state: DeviceState = self._fresh_state()
@@ -286,7 +282,7 @@ class ModelRunner:
 
     def report(self) -> dict[str, Any]:
         """The device side's lines of the start banner."""
-        mesh = self.model.mesh
+        mesh, server = self.model.mesh, self._spill.server if self._spill is not None else None
         return {
             "device": f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}",
             "sharding": self.model.rules.described(mesh.shape),
@@ -297,15 +293,13 @@ class ModelRunner:
             "no_kernels": self._no_kernels,
             "programs": len(self.programs),
             "programs_loaded": self.programs.n_loaded,
-            "page_door": None if self._door is None else self._door.address,
+            "kv_transfer_address": server.address if server is not None else None,
             **self.memory.report(),
         }
 
     def counters(self) -> dict[str, float]:
         """The device side's counters for /metrics."""
         disk = {} if self._spill is None else self._spill.counters()
-        if self._door is not None:
-            disk["door_pages_given_total"] = float(self._door.n_given)
         experts = {} if self._experts is None else self._experts.counters()
         late = {"compiles_after_ready_total": float(self.programs.late_compiles)}
         return late | disk | experts
@@ -323,19 +317,17 @@ class ModelRunner:
         """(ticket, found) of the reads that are over."""
         return [] if self._mover is None else self._mover.take_fetched()
 
-    def hand_over(self, pages: list[tuple[int, bytes]]) -> int:
+    def export(self, pages: list[tuple[int, bytes]]) -> int:
         """Begin to write device pages (page, digest) for other engines."""
         assert self._mover is not None, "there is no disk tier"
-        return self._mover.hand_over(self.state.kv, pages)
+        return self._mover.export(self.state.kv, pages)
 
-    def handed(self) -> int:
-        """Calls of ``hand_over`` whose pages are written."""
-        return 0 if self._spill is None else self._spill.n_handed
+    def exported(self) -> int:
+        """Calls of ``export`` whose pages are written."""
+        return 0 if self._spill is None else self._spill.n_exported
 
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """The last call: write device pages (page, digest) to disk."""
-        if self._door is not None:
-            self._door.close()
         if self._mover is not None:
             self._mover.flush(self.state.kv, pages)
 
@@ -359,40 +351,12 @@ class ModelRunner:
         return state if self._experts is None else replace(state, experts=self._experts.state())
 
     def _open_disk(self, options: CacheOptions) -> Spill | None:
-        if not options.disk_dir:
-            if options.page_door:
-                raise ConfigError(
-                    "page_door gives pages of disk_dir: it needs one", field="page_door"
-                )
-            return None
-        if self._mover is None:
-            raise ConfigError(
-                "disk_dir needs host_memory_gb, through which pages go", field="disk_dir"
-            )
-        try:
-            store = DiskStore(
-                Path(options.disk_dir),
-                identity(self.model, self._all_params()),
-                page_bytes=self._mover.page_nbytes,
-                max_bytes=int(options.disk_gb * 2**30),
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"disk_dir {error.filename}: {error.strerror}", field="disk_dir"
-            ) from None
-        if by_others(store.root.parent.stat(), group=False):
-            raise ConfigError(
-                "disk_dir can be written by other users: who writes pages chooses what is said",
-                field="disk_dir",
-            )
-        if options.page_door:
-            if not options.page_door_key:
-                raise ConfigError("page_door needs page_door_key", field="page_door_key")
-            address = parse_address(options.page_door, "page_door")
-            self._door = PageDoor(address, store, options.page_door_key)
-        doors = DoorClients(store, options.page_door_key) if options.page_door_key else None
-        self._mover.spill = Spill(store, doors)
-        return self._mover.spill
+        mover = self._mover
+        n = 0 if mover is None else mover.page_nbytes
+        spill = open_spill(options, n, lambda: identity(self.model, self._all_params()))
+        if mover is not None:
+            mover.spill = spill
+        return spill
 
     def _move(self, plan: StepPlan) -> list[Leaving]:
         """Copy pages between device and host memory, as far as the plan asks for it."""

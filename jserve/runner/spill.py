@@ -1,12 +1,12 @@
 """Reads and writes page files in a thread, so that no step waits for the disk.
 
 Writes are dropped while too many wait: a page that is not written is a miss later, nothing worse. Every read is
-answered, from the store or by the engine whose door the read names::
+answered, from the store or by the engine whose address the read names::
 
-    loop    write(digest, bytes)   hand_over(pages)   read(ticket, digest, host)   answers()  [(fetch, bytes | None)]
+    loop    write(digest, bytes)   export(pages)   read(ticket, digest, host)   answers()  [(fetch, bytes | None)]
               |                      |                  |                             ^
     thread    '------ jobs ----------'------------------'--> DiskStore put, get ------'
-                                                         '-> PageDoor of another engine
+                                                         '-> KVTransferServer of another engine
 """
 
 from __future__ import annotations
@@ -16,34 +16,47 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from jserve.errors import where
+from jserve.config import CacheOptions
+from jserve.errors import ConfigError, where
 from jserve.runner.disk import DiskStore
-from jserve.runner.door import DoorClients
+from jserve.runner.kv_transfer import KVTransferClients, KVTransferServer, parse_address
+from jserve.runner.program_files import by_others
 from jserve.types import PageFetch
 
 log = logging.getLogger(__name__)
 
 MAX_WRITES = 256
 """Writes that may wait."""
-MAX_HANDED = 64
+MAX_EXPORTS = 64
 """Parts of pages for other engines that may wait: they are on the device until they are written."""
 Pages = Callable[[], Iterable[tuple[bytes, bytes]]]
 """Gives (digest, page) each, and may block."""
 
 
 class Spill:
-    """A ``DiskStore`` behind a thread. ``close`` ends it after the writes that wait. ``doors``: of other engines, of
-    which pages may be asked."""
+    """A ``DiskStore`` behind a thread. ``close`` ends it after the writes that wait.
 
-    def __init__(self, store: DiskStore, doors: DoorClients | None = None) -> None:
-        self.store = store
+    Args:
+        store: its files; nobody else calls what changes them.
+        server: gives them to other engines; closed with this.
+        clients: of other engines' servers, which are asked for pages.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        server: KVTransferServer | None = None,
+        clients: KVTransferClients | None = None,
+    ) -> None:
+        self.store, self.server = store, server
         self.n_dropped = 0
         """Writes that were not even tried."""
-        self.n_handed = self.n_from_doors = 0
-        """Parts that were handed over; pages that came from other engines' doors."""
-        self._doors = doors
-        self._n_handing = 0
+        self.n_exported = self.n_received = 0
+        """Calls of ``export`` that are done; pages that came from other engines' servers."""
+        self._clients = clients
+        self._n_exporting = 0
         self._jobs: queue.SimpleQueue[PageFetch | tuple[bytes, bytes] | Pages | None] = (
             queue.SimpleQueue()
         )
@@ -61,13 +74,13 @@ class Spill:
         self._n_asked += 1
         self._jobs.put((digest, page))
 
-    def hand_over(self, pages: Pages) -> int:
-        """Write ``pages``, in the thread; the number of this call, which ``n_handed`` reaches."""
-        self._n_handing += 1
-        full = self._n_handing - self.n_handed > MAX_HANDED
+    def export(self, pages: Pages) -> int:
+        """Write ``pages``, in the thread; the number of this call, which ``n_exported`` reaches."""
+        self._n_exporting += 1
+        full = self._n_exporting - self.n_exported > MAX_EXPORTS
         self.n_dropped += full
         self._jobs.put((lambda: ()) if full else pages)
-        return self._n_handing
+        return self._n_exporting
 
     def read(self, fetch: PageFetch) -> None:
         self._jobs.put(fetch)
@@ -81,6 +94,8 @@ class Spill:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finish what waits and end. Idempotent."""
+        if self.server is not None:
+            self.server.close()
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
@@ -93,7 +108,8 @@ class Spill:
             "disk_pages_broken_total": float(store.n_broken),
             "disk_writes_failed_total": float(store.n_failed),
             "disk_writes_dropped_total": float(self.n_dropped),
-            "door_pages_read_total": float(self.n_from_doors),
+            "kv_transfer_pages_received_total": float(self.n_received),
+            "kv_transfer_pages_sent_total": float(self.server.n_sent if self.server else 0),
             "disk_read_only": float(store.read_only),
         }
 
@@ -102,24 +118,59 @@ class Spill:
             if isinstance(job, PageFetch):
                 self._answers.append((job, self._get(job)))
                 continue
-            handed = callable(job)
+            exports = callable(job)
             try:
-                for digest, page in job() if handed else (job,):
+                for digest, page in job() if exports else (job,):
                     self.store.put(digest, page)
             except Exception as error:  # a fault of ours must not end the thread: reads wait for it
                 log.error("a page was not written: %s", where(error))
-            self.n_handed += handed
-            self._n_done += not handed
-        if self._doors is not None:
-            self._doors.close()
+            self.n_exported += exports
+            self._n_done += not exports
+        if self._clients is not None:
+            self._clients.close()
 
     def _get(self, fetch: PageFetch) -> bytes | None:
         try:
             page = self.store.get(fetch.digest)
-            if page is None and fetch.source and self._doors is not None:
-                page = self._doors.get(fetch.source, fetch.digest)
-                self.n_from_doors += page is not None
+            if page is None and fetch.source and self._clients is not None:
+                page = self._clients.get(fetch.source, fetch.digest)
+                self.n_received += page is not None
             return page
         except Exception as error:
             log.error("a page was not read: %s", where(error))
             return None
+
+
+def open_spill(options: CacheOptions, page_bytes: int, identity: Callable[[], str]) -> Spill | None:
+    """The disk tier that ``options`` ask for, with its ends of KV transfer; None: they ask for none.
+
+    Args:
+        page_bytes: of one page; 0: there is no host memory that it could go through.
+        identity: names what a page depends on; called only where there is a tier.
+
+    Raises:
+        ConfigError: an option that cannot be honoured.
+    """
+    address, key = options.kv_transfer_address, options.kv_transfer_key
+    if not options.disk_dir:
+        for name, given in (("kv_transfer_address", address), ("kv_transfer_key", key)):
+            if given:
+                raise ConfigError(f"{name} is of pages in disk_dir: it needs one", field=name)
+        return None
+    if not page_bytes:
+        raise ConfigError("disk_dir needs host_memory_gb, through which pages go", field="disk_dir")
+    if address and not key:
+        raise ConfigError("kv_transfer_address needs kv_transfer_key", field="kv_transfer_key")
+    at = parse_address(address, "kv_transfer_address") if address else None
+    directory, most = Path(options.disk_dir), int(options.disk_gb * 2**30)
+    try:
+        store = DiskStore(directory, identity(), page_bytes=page_bytes, max_bytes=most)
+    except OSError as error:
+        why = f"disk_dir {error.filename}: {error.strerror}"
+        raise ConfigError(why, field="disk_dir") from None
+    if by_others(directory.stat(), group=False):
+        raise ConfigError(
+            "disk_dir can be written by other users, who could put other KV there", field="disk_dir"
+        )
+    server = None if at is None else KVTransferServer(at, store, key)
+    return Spill(store, server, KVTransferClients(store, key) if key else None)

@@ -196,7 +196,7 @@ class Finalizer:
         lease = seq.lease
         if lease is not None and n_sound // self.resources.cache.page_size > lease.n_published:
             self.resources.cache.publish(lease, seq.tokens, n_sound)
-            self.resources.hand_over(seq)
+            self.resources.export(seq)
             self.resources.slide(seq, n_sound)
         if seq.request.cache is not None:
             self.resources.retention.settle(seq.request, lease)

@@ -66,7 +66,7 @@ class Resources:
         self.n_preemptions = 0
         self.n_looked_up = 0
         self.n_hit = 0
-        self.handed: list[tuple[int, bytes]] = []
+        self.exports: list[tuple[int, bytes]] = []
         """(page, digest) of pages that are to be written for other engines, oldest first."""
         self.vocab_rows = vocab_rows or VocabRows(n_slots)
         self._slots = deque(range(n_slots))
@@ -259,7 +259,7 @@ class Resources:
         """``seq`` is over, wherever it was."""
         lease = seq.lease
         if seq.finish in (Finish.STOP, Finish.LENGTH):
-            self.hand_over(seq)
+            self.export(seq)
         self.vocab_rows.forget(seq)
         self.swap_policy.forget(seq)
         if lease is not None:
@@ -271,10 +271,10 @@ class Resources:
         self.waiting.settle(seq)
         self._refused = None
 
-    def hand_over(self, seq: Sequence) -> None:
+    def export(self, seq: Sequence) -> None:
         """Note the published pages of ``seq`` that another engine is to read, for whoever writes them."""
-        if seq.request.hands_over and seq.lease is not None:
-            self.handed += self.cache.hand_over(seq.lease)
+        if seq.request.exports_kv and seq.lease is not None:
+            self.exports += self.cache.take_unexported(seq.lease)
 
     def tier_counters(self) -> dict[str, float]:
         """For /metrics, where there is a tier below the device."""

@@ -36,6 +36,7 @@ SETUP = {
 MAX_REPLICAS = 256
 NOT_SIMULATED = {
     **dict.fromkeys(("disk_dir", "disk_gb"), "the disk tier is"),
+    "roles": "disaggregated prefill is",
     **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),
 }
 """Options that have no price here, and what they ask for."""

@@ -85,7 +85,8 @@ def manifest(
     progress("compile", len(laid.buckets), len(laid.buckets))
     versions = {"jserve": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")}
     changed = {k: v for k, v in config.flat().items() if v != EngineConfig().flat()[k]}
-    changed.pop("model", None)
+    for name in ("model", "api_key", "kv_transfer_key"):  # named apart, and secrets
+        changed.pop(name, None)
     about = {"format": FORMAT, "made_by": versions, "model": model.name, "options": changed}
     return {**about, "pages": laid.sizes.memory.n_pages, "programs": programs}
 

@@ -97,13 +97,13 @@ class SharedPagesRunner(SlowRunner):
             at += found[-1].nbytes
         return tuple(found)
 
-    def hand_over(self, pages: list[tuple[int, bytes]]) -> int:
+    def export(self, pages: list[tuple[int, bytes]]) -> int:
         arrays = (self.token_PZ, self.ctx_PZ, self.poison_PZ, self.shown_PZ)
         copies = [(digest, b"".join(a[page].tobytes() for a in arrays)) for page, digest in pages]
-        return self.spill.hand_over(lambda: copies)
+        return self.spill.export(lambda: copies)
 
-    def handed(self) -> int:
-        return self.spill.n_handed
+    def exported(self) -> int:
+        return self.spill.n_exported
 
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         self.spill.close()

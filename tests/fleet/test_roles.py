@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import random
 import time
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from hypothesis import given, strategies as st
 from jserve.build import serving_engine
 from jserve.config import EngineConfig
 from jserve.engine.view import View
-from jserve.errors import ConfigError, NotReady
+from jserve.errors import BadRequest, ConfigError, NotReady
 from jserve.fleet import router as routing
 from jserve.fleet.face import FleetEngine
-from jserve.fleet.handover import SUFFIX
 from jserve.fleet.roles import DECODE, lacking, parse_roles, prefill_at
 from jserve.fleet.route import PREFILL, ReplicaChoice, route
 from jserve.fleet.shared_pages import with_shared_pages
+from jserve.llm import LLM
 from jserve.runner.disk import DiskStore
 from jserve.types import Request
 from tests.engine.test_resume import any_request
@@ -70,7 +71,7 @@ def test_who_computes_prompts_answers_where_no_other_is_left():
     assert prefill_at(asked(), both, index([0, 0])) is None
 
 
-def test_pages_that_were_handed_over_are_not_computed_but_moved():
+def test_pages_that_were_exported_are_not_computed_but_moved():
     there = fleet_of(DECODE, rows=0, page_s=0.01)
     n = len(PAGES) * PAGE
     before = route(asked(), there, index([0]))
@@ -135,13 +136,16 @@ def test_options_of_replicas_with_roles(tmp_path, monkeypatch):
     made = with_shared_pages(config).cache
     assert made.host_memory_gb > 0
     assert made.disk_dir
-    assert made.page_door
-    assert len(made.page_door_key) == 32
+    assert made.kv_transfer_address
+    assert len(made.kv_transfer_key) == 32
     own = EngineConfig.of(replicas=2, disk_dir=str(tmp_path), host_memory_gb=2.0, disk_gb=3.0)
-    assert with_shared_pages(own) == own, "what is given stays, and one machine needs no door"
+    assert with_shared_pages(own) == own, "what is given stays, and one machine needs no TCP"
     with pytest.raises(ConfigError) as found:
         with_shared_pages(EngineConfig.of(replicas=2, prefix_caching=False))
     assert found.value.field == "prefix_caching"
+    with pytest.raises(ConfigError) as found:
+        LLM(roles="prefill=1,decode=1", load_format="dummy")
+    assert found.value.field == "roles"
     with pytest.raises(ConfigError) as found:
         serving_engine(EngineConfig.of(roles="prefill=1,decode=1"))
     assert found.value.field == "roles"
@@ -194,22 +198,23 @@ async def test_answers_are_those_of_one_engine(tmp_path, apart):
     asked = requests(8)
     async with World(tmp_path) as world:
         assert await answers(world.fleet, asked) == await undisturbed(asked)
-        assert world.fleet.counters["handed_over"] == 8
+        assert world.fleet.counters["remote_prefills"] == 8
         (helper,) = world.of(PREFILL)
         assert helper.n_requests == 8
         assert all(one.n_requests for one in world.of(DECODE))
         await until(lambda: world.n_moved >= 16)  # two full pages of 40 tokens each
         assert not world.fleet._sent
-        assert not len(world.fleet._handovers)
+        assert not len(world.fleet._prefills)
 
 
 async def test_whatever_is_asked_for_is_told_the_same(tmp_path, apart):
-    import random
-
     rng = random.Random(11)
+    begin = tuple(range(40))  # two pages that can be found, and more
     asked = [any_request(rng, f"any-{i}") for i in range(24)]
+    asked = [dataclasses.replace(one, prompt_ids=begin + one.prompt_ids) for one in asked]
     async with World(tmp_path) as world:
         found = await all_told(world.fleet, asked)
+        assert world.fleet.counters["remote_prefills"] > 4
     async with World(tmp_path / "other") as world:
         world.fleet._roles = {}
         assert found == await all_told(world.fleet, asked)
@@ -254,7 +259,7 @@ async def test_d5_a_page_with_a_flipped_bit(tmp_path, apart, n_broken, monkeypat
         monkeypatch.setattr(DiskStore, "_write", spoiled)
         assert await answers(world.fleet, asked) == whole
         assert broken == n_broken
-        assert world.fleet.counters["handed_over"] == 6
+        assert world.fleet.counters["remote_prefills"] == 6
 
 
 @pytest.mark.parametrize("when", ["before it begins", "while it computes"])
@@ -267,11 +272,11 @@ async def test_d6_who_computes_prompts_dies(tmp_path, apart, when):
         if when == "before it begins":
             world.source.hold(helper.name, stopped=True)
         running = asyncio.ensure_future(answers(world.fleet, asked))
-        await until(lambda: len(world.fleet._handovers) > 0)
+        await until(lambda: len(world.fleet._prefills) > 0)
         world.source.kill(helper.name)
         assert await asyncio.wait_for(running, 30.0) == whole
         world.source.hold(helper.name, stopped=False)
-        assert world.fleet.counters["handover_failed"] > 0
+        assert world.fleet.counters["remote_prefills_failed"] > 0
         assert not world.fleet._sent
         await world.source.add()  # another one gets the role
         await until(lambda: len(world.of(PREFILL)) == 1)
@@ -285,11 +290,12 @@ async def test_who_computes_prompts_hangs(tmp_path, apart):
         world.source.hold(helper.name, stopped=True)
         found = await asyncio.wait_for(answers(world.fleet, asked), 30.0)
         assert found == whole
+        assert world.fleet.counters["remote_prefills_failed"] == 4
         world.source.hold(helper.name, stopped=False)
         assert await answers(world.fleet, asked) == whole
 
 
-async def test_who_answers_dies_behind_a_handover(tmp_path, apart):
+async def test_who_answers_dies_behind_a_remote_prefill(tmp_path, apart):
     asked = requests(6, 80)
     whole = await undisturbed(asked)
     async with World(tmp_path) as world:
@@ -297,6 +303,8 @@ async def test_who_answers_dies_behind_a_handover(tmp_path, apart):
         await begun(world.fleet, 3)
         world.source.kill(max(world.of(DECODE), key=lambda one: one.n_open).name)
         assert await asyncio.wait_for(running, 30.0) == whole
+        assert world.fleet.counters["remote_prefills"] == 6
+        assert world.fleet.counters["resumed"] > 0
 
 
 async def test_a_client_that_leaves_takes_its_prompt_along(tmp_path, apart):
@@ -305,8 +313,8 @@ async def test_a_client_that_leaves_takes_its_prompt_along(tmp_path, apart):
         world.source.hold(helper.name, stopped=True)
         stream = world.fleet.generate(requests(1)[0])
         waiting = asyncio.ensure_future(anext(stream))
-        await until(lambda: len(world.fleet._handovers) == 1)
-        assert list(helper.streams) == ["q0" + SUFFIX]
+        await until(lambda: len(world.fleet._prefills) == 1)
+        assert len(helper.streams) == 1
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -314,6 +322,22 @@ async def test_a_client_that_leaves_takes_its_prompt_along(tmp_path, apart):
         assert not world.fleet._sent
         assert not helper.streams
         world.source.hold(helper.name, stopped=False)
+
+
+async def test_a_prefill_that_cannot_be_sent_leaves_nothing(tmp_path, apart):
+    (asked,) = requests(1)
+    async with World(tmp_path) as world:
+
+        def refuse(request) -> None:
+            raise BadRequest("too large to be sent", field="prompt")
+
+        (helper,) = world.of(PREFILL)
+        helper.client.submit = refuse  # type: ignore[union-attr]
+        (found,) = await asyncio.gather(answer(world.fleet, asked), return_exceptions=True)
+        assert isinstance(found, BadRequest)
+        assert not world.fleet._sent
+        assert not len(world.fleet._prefills)
+        assert not world.fleet._prefills._ids
 
 
 async def test_choices_that_end_meanwhile_are_not_begun(tmp_path, apart):
@@ -327,7 +351,7 @@ async def test_choices_that_end_meanwhile_are_not_begun(tmp_path, apart):
             found.extend([out async for out in world.fleet.generate(asked)])
 
         reading = asyncio.ensure_future(read())
-        await until(lambda: len(world.fleet._handovers) == 1)
+        await until(lambda: len(world.fleet._prefills) == 1)
         world.fleet.abort(asked.id, 0)
         world.source.hold(helper.name, stopped=False)
         await asyncio.wait_for(reading, 10.0)
@@ -337,7 +361,7 @@ async def test_choices_that_end_meanwhile_are_not_begun(tmp_path, apart):
         assert sum(len(out.token_ids) for out in found) == 40
 
 
-async def test_what_cannot_be_found_by_others_is_not_handed_over(tmp_path, apart):
+async def test_what_cannot_be_found_by_others_is_not_sent_apart(tmp_path, apart):
     (one, *_) = requests(1)
     params = dataclasses.replace(one.params, prompt_logprobs=0)
     several: list[Request] = [
@@ -347,7 +371,7 @@ async def test_what_cannot_be_found_by_others_is_not_handed_over(tmp_path, apart
     ]
     async with World(tmp_path) as world:
         await answers(world.fleet, several)
-        assert world.fleet.counters["handed_over"] == 0
+        assert world.fleet.counters["remote_prefills"] == 0
         assert world.of(PREFILL)[0].n_requests == 0
 
 
@@ -355,7 +379,7 @@ async def test_all_ends_when_the_fleet_is_closed(tmp_path, apart):
     async with World(tmp_path) as world:
         world.source.hold(world.of(PREFILL)[0].name, stopped=True)
         running = asyncio.ensure_future(answers(world.fleet, requests(3)))
-        await until(lambda: len(world.fleet._handovers) == 3)
+        await until(lambda: len(world.fleet._prefills) == 3)
         began = time.monotonic()
         closing = asyncio.ensure_future(world.fleet.close())
         found = await asyncio.wait_for(running, 10.0)

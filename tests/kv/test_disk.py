@@ -142,3 +142,34 @@ def test_a_file_that_somebody_removed_is_a_miss(tmp_path):
     files(tmp_path)[0].unlink()
     assert kept.get(name(1)) is None
     assert len(kept) == 0
+
+
+def test_pages_of_another_process_count_once_they_were_used(tmp_path):
+    """Two stores share a directory: neither keeps more names, or files, than its bound."""
+    ours, theirs = store(tmp_path), store(tmp_path, pages=20)
+    for i in range(12):
+        theirs.put(name(i), page(i))
+        assert ours.get(name(i)) == page(i)
+        assert len(ours) <= 4
+    assert ours.put(name(11), page(11))
+    assert len(ours) <= 4
+    assert len(files(tmp_path)) == 4
+
+
+def test_a_page_that_another_process_removed_is_written_again(tmp_path):
+    ours = store(tmp_path)
+    ours.put(name(1), page(1))
+    for path in files(tmp_path):
+        path.unlink()
+    assert ours.put(name(1), page(1))
+    assert ours.get(name(1)) == page(1)
+
+
+def test_what_another_live_process_writes_is_left_alone(tmp_path):
+    folder = tmp_path / "m" / "01"
+    folder.mkdir(parents=True)
+    theirs, ours = (folder / f"01.{pid}.partial" for pid in (os.getppid(), os.getpid()))
+    theirs.write_bytes(b"half")
+    ours.write_bytes(b"half")
+    store(tmp_path)
+    assert files(tmp_path) == [theirs]

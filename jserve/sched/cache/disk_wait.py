@@ -25,7 +25,7 @@ class DiskWaits:
         """True while pages of ``seq`` (in the queue) are being read."""
         cache = self._resources.cache
         tier = cache.tier
-        source = seq.request.pages_from
+        source = seq.request.kv_source
         if tier is None or (not tier.on_disk and source is None and seq not in self._waits):
             return False
         if seq not in self._waits:

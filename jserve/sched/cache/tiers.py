@@ -29,11 +29,11 @@ def take_fetches(scheduler: Scheduler) -> list[PageFetch]:
     return fetches
 
 
-def take_handed(scheduler: Scheduler) -> list[tuple[int, bytes]]:
+def take_exports(scheduler: Scheduler) -> list[tuple[int, bytes]]:
     """(device page, digest) of what is to be written for other engines, each given once. What they hold changes
     with the next plan at the earliest."""
     resources = scheduler.resources
-    pages, resources.handed = resources.handed, []
+    pages, resources.exports = resources.exports, []
     return pages
 
 

@@ -2,10 +2,10 @@
 
 It owns both ends of the protocol, version 1. Nothing is unpickled, and whatever does not check closes the connection::
 
-    client -> door   Hello   [ magic, 4 ][ sha256 of the key, 32 ][ identity, 16 ][ bytes of a page, u64 ]
-    door -> client   Welcome [ 0: come in, 1: another version, 2: another key, 3: another model ]
-    client -> door   Want    [ digest, 16 ]                                   any number, one at a time
-    door -> client   File    [ bytes that follow, u32 ][ a page as ``disk`` writes it ]   0: it is gone
+    client -> server   Hello   [ magic, 4 ][ sha256 of the key, 32 ][ identity, 16 ][ bytes of a page, u64 ]
+    server -> client   Welcome [ 0: accepted, 1: another version, 2: another key, 3: another model ]
+    client -> server   Want    [ digest, 16 ]                                   any number, one at a time
+    server -> client   File    [ bytes that follow, u32 ][ a page as ``disk`` writes it ]   0: it is gone
 
 A page that does not come, for whatever reason, is a miss: it is computed again.
 """
@@ -39,11 +39,11 @@ TIMEOUT_S = 5.0
 IDLE_S = 600.0
 """A client that wants nothing for so long is disconnected."""
 RETRY_S = 10.0
-"""A door that could not be reached is not asked for so long."""
+"""A server that could not be used is not asked for so long."""
 
 
-class DoorError(Exception):
-    """The other end of a door cannot be used; the message says why."""
+class KVTransferError(Exception):
+    """The other end cannot be used; the message says why."""
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
@@ -54,7 +54,7 @@ def parse_address(text: str, field: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class PageDoor:
+class KVTransferServer:
     """Serves the files of ``store`` to those who know ``key``, in threads.
 
     Args:
@@ -68,20 +68,20 @@ class PageDoor:
 
     def __init__(self, address: tuple[str, int], store: DiskStore, key: str) -> None:
         self._hello = hello(store, key)
-        self._store, self.n_given = store, 0
+        self._store, self.n_sent = store, 0
         self._clients: set[socket.socket] = set()
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             self._socket = socket.create_server(address, family=family)
         except OSError as error:
             raise ConfigError(
-                f"page_door cannot listen on {address[0]}:{address[1]}: {error.strerror}",
-                field="page_door",
+                f"kv_transfer_address cannot listen on {address[0]}:{address[1]}: {error.strerror}",
+                field="kv_transfer_address",
             ) from None
         host = _own_address() if address[0] in ("0.0.0.0", "::") else address[0]
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         """The address at which others reach it."""
-        threading.Thread(target=self._accept, name="page-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="kv-transfer", daemon=True).start()
 
     def close(self) -> None:
         """Hang up on everybody. Idempotent."""
@@ -113,8 +113,8 @@ class PageDoor:
                 client.settimeout(TIMEOUT_S)
                 data = self._store.file(digest) or b""
                 client.sendall(_LENGTH.pack(len(data)) + data)
-                self.n_given += bool(data)
-        except (OSError, DoorError):
+                self.n_sent += bool(data)
+        except (OSError, KVTransferError):
             pass  # it hung up, or was too slow
         finally:
             self._clients.discard(client)
@@ -130,8 +130,8 @@ class PageDoor:
         return WELCOME if model == expected else 3
 
 
-class DoorClients:
-    """Connections to other engines' doors, one each. Used from one thread.
+class KVTransferClients:
+    """Connections to other engines' servers, one each. Used from one thread.
 
     Args:
         store: of the engine that asks; says which pages it can use.
@@ -144,20 +144,24 @@ class DoorClients:
     ) -> None:
         self._hello, self._page_bytes = hello(store, key), store.page_bytes
         self._open: dict[str, socket.socket] = {}
-        self._shut_until: dict[str, float] = {}
+        self._avoided_until: dict[str, float] = {}
         self._clock = clock
 
     def get(self, address: str, digest: bytes) -> bytes | None:
-        """The page from the door at ``address``; None: it is not there, or the door is of no use."""
-        if self._clock() < self._shut_until.get(address, 0.0):
+        """The page from the server at ``address``; None: it is not there, or the server cannot be used. An open
+        connection may have ended unnoticed, so it is tried once more with a new one."""
+        if self._clock() < self._avoided_until.get(address, 0.0):
             return None
-        try:
-            return self._ask(address, digest)
-        except (OSError, DoorError, ConfigError) as error:
-            log.warning("pages of %s are computed again: %s", address[:80], error)
-            self._drop(address)
-            self._shut_until[address] = self._clock() + RETRY_S
-            return None
+        why: Exception | None = None
+        for _ in range(1 + (address in self._open)):
+            try:
+                return self._ask(address, digest)
+            except (OSError, KVTransferError, ConfigError) as error:
+                why = error
+                self._drop(address)
+        log.warning("pages of %s are computed again: %s", address[:80], why)
+        self._avoided_until[address] = self._clock() + RETRY_S
+        return None
 
     def close(self) -> None:
         for address in list(self._open):
@@ -175,14 +179,16 @@ class DoorClients:
         if n == 0:
             return None
         if n > self._page_bytes + 64:
-            raise DoorError(f"a page of {n} bytes was announced")
+            raise KVTransferError(f"a page of {n} bytes was announced")
         page = checked(_receive(opened, n), self._page_bytes)
         if page is None:
-            raise DoorError("a page came damaged")
+            raise KVTransferError("a page came damaged")
         return page
 
     def _connect(self, address: str) -> socket.socket:
-        opened = socket.create_connection(parse_address(address, "page_door"), timeout=TIMEOUT_S)
+        opened = socket.create_connection(
+            parse_address(address, "kv_transfer_address"), timeout=TIMEOUT_S
+        )
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             opened.sendall(self._hello)
@@ -192,7 +198,7 @@ class DoorClients:
             raise
         if verdict != WELCOME:
             opened.close()
-            raise DoorError(f"the other engine {REFUSALS.get(verdict, 'refuses')}")
+            raise KVTransferError(f"the other engine {REFUSALS.get(verdict, 'refuses')}")
         self._open[address] = opened
         return opened
 
@@ -214,13 +220,13 @@ def _own_address() -> str:
 
 
 def _receive(one: socket.socket, n: int) -> bytes:
-    """``n`` bytes. Raises DoorError where the other end hangs up before, OSError where it is too slow."""
+    """``n`` bytes. Raises KVTransferError where the other end hangs up before, OSError where it is too slow."""
     data = bytearray(n)
     view = memoryview(data)
     at = 0
     while at < n:
         got = one.recv_into(view[at:])
         if not got:
-            raise DoorError("the other end hung up")
+            raise KVTransferError("the other end hung up")
         at += got
     return bytes(data)

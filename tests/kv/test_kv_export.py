@@ -16,9 +16,9 @@ from jserve.engine.engine import Engine
 from jserve.engine.wire import Stats
 from jserve.errors import ConfigError
 from jserve.model.view import Bucket
-from jserve.runner import door, moves
+from jserve.runner import kv_transfer, moves
 from jserve.runner.disk import DiskStore
-from jserve.runner.door import DoorClients, PageDoor
+from jserve.runner.kv_transfer import KVTransferClients, KVTransferServer
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Finish, Output, Request
@@ -32,10 +32,10 @@ PROMPT = tuple((5 * i + 3) % 60 for i in range(9 * Z + 3))
 class World:
     """An engine that computes prompts and one that goes on, with a directory of their own or a shared one."""
 
-    def __init__(self, ours: Path, theirs: Path, *, with_door: bool = False) -> None:
-        keys = {"page_door_key": "k"} if with_door else {}
+    def __init__(self, ours: Path, theirs: Path, *, with_server: bool = False) -> None:
+        keys = {"kv_transfer_key": "k"} if with_server else {}
         self.first = self.engine(
-            ours, **keys, **({"page_door": "127.0.0.1:0"} if with_door else {})
+            ours, **keys, **({"kv_transfer_address": "127.0.0.1:0"} if with_server else {})
         )
         self.second = self.engine(theirs, **keys)
 
@@ -46,17 +46,17 @@ class World:
         runner = make_runner(BUCKETS, strict=True, **options)
         return Engine(Scheduler(runner.limits, EngineConfig.of(**OPTIONS | options)), runner)
 
-    def hand_over(self, prompt=PROMPT, **fields) -> list[Output]:
+    def export(self, prompt=PROMPT, **fields) -> list[Output]:
         params = SamplingParams(max_tokens=1, temperature=0.0)
         self.first.submit(
-            Request(id="p", prompt_ids=prompt, params=params, hands_over=True, **fields)
+            Request(id="p", prompt_ids=prompt, params=params, exports_kv=True, **fields)
         )
         return run(self.first)
 
     def go_on(self, source: str | None, prompt=PROMPT, **fields) -> tuple[list[int], int]:
         """(what the second engine says, tokens of the prompt that it did not compute)."""
         params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
-        request = Request(id="d", prompt_ids=prompt, params=params, pages_from=source, **fields)
+        request = Request(id="d", prompt_ids=prompt, params=params, kv_source=source, **fields)
         self.second.submit(request)
         outputs = run(self.second)
         assert outputs[-1].finish == Finish.LENGTH
@@ -87,7 +87,7 @@ def alone() -> list[int]:
 
 def test_another_engine_reads_the_pages_of_a_shared_directory(tmp_path):
     world = World(tmp_path, tmp_path)
-    outputs = world.hand_over()
+    outputs = world.export()
     assert [out.finish for out in outputs][-1] == Finish.LENGTH
     assert len(world.files()) == 9, "the end was told before its pages were there"
     assert world.go_on("") == (alone(), 9 * Z)
@@ -95,29 +95,29 @@ def test_another_engine_reads_the_pages_of_a_shared_directory(tmp_path):
 
 def test_who_is_not_told_looks_for_nothing(tmp_path):
     world = World(tmp_path, tmp_path)
-    world.hand_over()
+    world.export()
     assert world.go_on(None) == (alone(), 0)
 
 
-def test_a_prefix_that_was_cached_is_handed_over_too(tmp_path):
+def test_a_prefix_that_was_cached_is_exported_too(tmp_path):
     world = World(tmp_path, tmp_path)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     world.first.submit(Request(id="before", prompt_ids=PROMPT, params=params))
     run(world.first)
     assert not world.files()
-    world.hand_over()
+    world.export()
     assert world.go_on("") == (alone(), 9 * Z)
 
 
-def test_a_second_handover_writes_nothing_again(tmp_path):
+def test_a_second_export_writes_nothing_again(tmp_path):
     world = World(tmp_path, tmp_path)
-    world.hand_over()
+    world.export()
     written = [path.stat().st_mtime_ns for path in world.files()]
-    world.hand_over()
+    world.export()
     assert [path.stat().st_mtime_ns for path in world.files()] == written
     for path in world.files()[:4]:  # another engine removed them
         path.unlink()
-    world.hand_over()
+    world.export()
     assert len(world.files()) == 9
 
 
@@ -126,7 +126,7 @@ BROKEN: dict[str, Callable[[list[Path]], object]] = {
     "a bit flipped": lambda files: flip(files[2]),
     "cut": lambda files: files[0].write_bytes(files[0].read_bytes()[:50]),
     "all gone": lambda files: [path.unlink() for path in files],
-    "another page's": lambda files: files[3].write_bytes(b"JKV1" + files[5].read_bytes()[4:-1]),
+    "a byte short": lambda files: files[3].write_bytes(b"JKV1" + files[5].read_bytes()[4:-1]),
 }
 
 
@@ -139,7 +139,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_page_that_is_lost_or_broken_is_computed_again(how, tmp_path):
     world = World(tmp_path, tmp_path)
-    world.hand_over()
+    world.export()
     BROKEN[how](world.files())
     said, n_cached = world.go_on("")
     assert said == alone()
@@ -148,46 +148,46 @@ def test_a_page_that_is_lost_or_broken_is_computed_again(how, tmp_path):
 
 def test_another_tenants_pages_have_other_names(tmp_path):
     world = World(tmp_path, tmp_path)
-    world.hand_over(tenant="a")
+    world.export(tenant="a")
     assert world.go_on("", tenant="b") == (alone(), 0)
 
 
-def test_an_aborted_handover_writes_nothing_later(tmp_path):
+def test_an_aborted_export_writes_nothing_later(tmp_path):
     """What it published may be given to others before anybody writes it."""
     world = World(tmp_path, tmp_path)
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     world.first.submit(Request(id="before", prompt_ids=PROMPT, params=params))
     run(world.first)
-    world.first.submit(Request(id="p", prompt_ids=PROMPT, params=params, hands_over=True))
-    world.first.step()  # in flight, with a prefix that was cached and is not handed over yet
+    world.first.submit(Request(id="p", prompt_ids=PROMPT, params=params, exports_kv=True))
+    world.first.step()  # in flight, with a prefix that was cached and is not exported yet
     world.first.cancel("p")
     world.first.step()
-    assert not world.first.scheduler.resources.handed
+    assert not world.first.scheduler.resources.exports
     run(world.first)
     assert not world.files()
     assert not world.first.busy
 
 
-def test_the_door_gives_what_the_directory_has(tmp_path):
-    world = World(tmp_path / "a", tmp_path / "b", with_door=True)
-    address = world.first.runner.report()["page_door"]  # type: ignore[attr-defined]
-    world.hand_over()
+def test_the_server_gives_what_the_directory_has(tmp_path):
+    world = World(tmp_path / "a", tmp_path / "b", with_server=True)
+    address = world.first.runner.report()["kv_transfer_address"]  # type: ignore[attr-defined]
+    world.export()
     assert world.go_on(address) == (alone(), 9 * Z)
     stats: Stats = world.second.stats()
-    assert stats.values["door_pages_read_total"] == 9
-    assert world.first.stats().values["door_pages_given_total"] == 9
+    assert stats.values["kv_transfer_pages_received_total"] == 9
+    assert world.first.stats().values["kv_transfer_pages_sent_total"] == 9
     world.first.close()
 
 
-def test_a_door_that_is_shut_is_a_miss(tmp_path):
-    world = World(tmp_path / "a", tmp_path / "b", with_door=True)
-    address = world.first.runner.report()["page_door"]  # type: ignore[attr-defined]
-    world.hand_over()
+def test_a_server_that_is_gone_is_a_miss(tmp_path):
+    world = World(tmp_path / "a", tmp_path / "b", with_server=True)
+    address = world.first.runner.report()["kv_transfer_address"]  # type: ignore[attr-defined]
+    world.export()
     world.first.close()
     assert world.go_on(address) == (alone(), 0)
 
 
-# -- the door alone
+# -- the transfer alone
 
 
 N = 64
@@ -210,14 +210,14 @@ def served(tmp_path):
     own = store(tmp_path / "own")
     for i in range(4):
         own.put(name(i), page(i))
-    opened = PageDoor(("127.0.0.1", 0), own, "key")
+    opened = KVTransferServer(("127.0.0.1", 0), own, "key")
     yield opened, own
     opened.close()
 
 
 def test_what_is_there_and_what_is_not(served, tmp_path):
     opened, _ = served
-    clients = DoorClients(store(tmp_path / "other"), "key")
+    clients = KVTransferClients(store(tmp_path / "other"), "key")
     assert [clients.get(opened.address, name(i)) for i in (2, 9, 0)] == [page(2), None, page(0)]
     clients.close()
 
@@ -233,9 +233,19 @@ def test_what_is_there_and_what_is_not(served, tmp_path):
 def test_who_does_not_belong_is_told_why(served, tmp_path, caplog, changes, why):
     opened, _ = served
     key = changes.pop("key", "key")
-    clients = DoorClients(store(tmp_path / "other", **changes), key)
+    clients = KVTransferClients(store(tmp_path / "other", **changes), key)
     assert clients.get(opened.address, name(1)) is None
     assert why in caplog.text
+
+
+def test_a_connection_that_ended_unnoticed_is_made_anew(served, tmp_path, monkeypatch):
+    opened, _ = served
+    monkeypatch.setattr(kv_transfer, "IDLE_S", 0.05)
+    clients = KVTransferClients(store(tmp_path / "other"), "key")
+    assert clients.get(opened.address, name(1)) == page(1)
+    time.sleep(0.3)
+    assert clients.get(opened.address, name(2)) == page(2)
+    clients.close()
 
 
 def test_a_damaged_file_does_not_get_through(served, tmp_path):
@@ -243,12 +253,12 @@ def test_a_damaged_file_does_not_get_through(served, tmp_path):
     for path in own.root.rglob("*.kv"):
         flip(path)
     now = 0.0
-    clients = DoorClients(store(tmp_path / "other"), "key", clock=lambda: now)
+    clients = KVTransferClients(store(tmp_path / "other"), "key", clock=lambda: now)
     assert clients.get(opened.address, name(1)) is None
     own._forget(name(1).hex())
     own.put(name(1), page(1))
     assert clients.get(opened.address, name(1)) is None, "it is left alone for a while"
-    now = door.RETRY_S
+    now = kv_transfer.RETRY_S
     assert clients.get(opened.address, name(1)) == page(1)
 
 
@@ -263,7 +273,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_whatever_a_door_says_is_a_miss_or_a_page(answer, tmp_path):
+def test_whatever_a_server_says_is_a_miss_or_a_page(answer, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def say() -> None:
@@ -275,13 +285,13 @@ def test_whatever_a_door_says_is_a_miss_or_a_page(answer, tmp_path):
                 client.recv(1000)
 
         threading.Thread(target=say, daemon=True).start()
-        clients = DoorClients(store(tmp_path), "key")
+        clients = KVTransferClients(store(tmp_path), "key")
         assert clients.get(f"127.0.0.1:{server.getsockname()[1]}", name(1)) is None
         clients.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"x" * 60, b"x" * 4, door.MAGIC + bytes(56)])
-def test_whatever_a_client_says_the_door_stays_open(served, tmp_path, said):
+@pytest.mark.parametrize("said", [b"", b"x" * 60, b"x" * 4, kv_transfer.MAGIC + bytes(56)])
+def test_whatever_a_client_says_the_server_goes_on(served, tmp_path, said):
     opened, _ = served
     host, port = opened.address.split(":")
     with socket.create_connection((host, int(port))) as client:
@@ -289,34 +299,50 @@ def test_whatever_a_client_says_the_door_stays_open(served, tmp_path, said):
         client.shutdown(socket.SHUT_WR)
         client.settimeout(5)
         assert client.recv(10) in (b"", b"\x01", b"\x02")
-    assert DoorClients(store(tmp_path / "other"), "key").get(opened.address, name(1)) == page(1)
+    assert KVTransferClients(store(tmp_path / "other"), "key").get(opened.address, name(1)) == page(
+        1
+    )
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:99999", "host:x"])
 def test_an_address_that_is_none(text):
-    with pytest.raises(ConfigError, match="page_door must be HOST:PORT"):
-        door.parse_address(text, "page_door")
+    with pytest.raises(ConfigError, match="kv_transfer_address must be HOST:PORT"):
+        kv_transfer.parse_address(text, "kv_transfer_address")
 
 
-def test_a_door_needs_a_directory_and_a_key(tmp_path):
+def test_a_transfer_needs_a_directory_and_a_key(tmp_path):
     with pytest.raises(ConfigError, match="disk_dir") as found:
-        make_runner(BUCKETS, page_door="127.0.0.1:0")
-    assert found.value.field == "page_door"
+        make_runner(BUCKETS, kv_transfer_address="127.0.0.1:0")
+    assert found.value.field == "kv_transfer_address"
+    with pytest.raises(ConfigError) as found:
+        make_runner(BUCKETS, kv_transfer_key="k")
+    assert found.value.field == "kv_transfer_key", "it would be ignored"
     gib = (N_HOST + 0.5) * PAGE_BYTES / 2**30
     with pytest.raises(ConfigError) as found:
         make_runner(
             BUCKETS,
-            page_door="127.0.0.1:0",
+            kv_transfer_address="127.0.0.1:0",
             disk_dir=str(tmp_path),
             host_memory_gb=gib,
             disk_gb=0.1,
         )
-    assert found.value.field == "page_door_key"
+    assert found.value.field == "kv_transfer_key"
 
 
 def test_more_pages_than_one_program_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(moves, "WIDTH", 4)
     world = World(tmp_path, tmp_path)
-    world.hand_over()
+    world.export()
     assert len(world.files()) == 9
     assert world.go_on("") == (alone(), 9 * Z)
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    gib = (N_HOST + 0.5) * PAGE_BYTES / 2**30
+    with pytest.raises(ConfigError, match="other users") as found:
+        make_runner(BUCKETS, disk_dir=str(tmp_path), host_memory_gb=gib, disk_gb=0.1)
+    assert found.value.field == "disk_dir"
+    new = tmp_path / "new"
+    store(new)
+    assert new.stat().st_mode & 0o777 == 0o700

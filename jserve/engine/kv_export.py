@@ -1,6 +1,6 @@
 """Has pages written that other engines are to read, and keeps back the end of a request until its pages are there.
 
-commit k    pages of handed requests, published by it --> disk tier begins to write them, beside step k + 1
+commit k    full pages that it published, of requests that export --> the disk tier writes them, beside step k + 1
 an end      waits for the writes that were begun before it
 """
 
@@ -13,7 +13,7 @@ from jserve.ports import DiskTier
 from jserve.types import Output, Request
 
 
-class HandedPages:
+class KVExports:
     """The requests of one engine whose prompts are computed for others."""
 
     def __init__(self, disk: DiskTier) -> None:
@@ -21,10 +21,10 @@ class HandedPages:
         self._requests: set[str] = set()
         self._asked = 0
         self._ends: deque[tuple[int, Output]] = deque()
-        """The call of ``DiskTier.hand_over`` that each waits for, and the end."""
+        """The call of ``DiskTier.export`` that each waits for, and the end."""
 
     def __len__(self) -> int:
-        """Ends that are kept back."""
+        """The ends that are kept back."""
         return len(self._ends)
 
     def add(self, request: Request) -> None:
@@ -33,7 +33,7 @@ class HandedPages:
     def committed(self, pages: list[tuple[int, bytes]], outputs: list[Output]) -> list[Output]:
         """``outputs`` of a step without the ends that wait for ``pages``, which it published, or for others."""
         if pages:
-            self._asked = self._disk.hand_over(pages)
+            self._asked = self._disk.export(pages)
         if not self._requests:
             return outputs
         kept = [
@@ -44,7 +44,7 @@ class HandedPages:
 
     def written(self) -> list[Output]:
         """The ends whose pages are there."""
-        n, ended = self._disk.handed() if self._ends else 0, []
+        n, ended = self._disk.exported() if self._ends else 0, []
         while self._ends and self._ends[0][0] <= n:
             ended.append(self._ends.popleft()[1])
         self.over(out.request_id for out in ended)

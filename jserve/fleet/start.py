@@ -1,0 +1,28 @@
+"""Makes the engine of several replicas that the options ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jserve.config import EngineConfig
+from jserve.fleet.face import FleetEngine
+from jserve.fleet.roles import parse_roles
+from jserve.fleet.shared_pages import with_shared_pages
+
+
+def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngine:
+    """``config.fleet.replicas`` engines on Ray Serve; ``options`` are those of ``FleetEngine``.
+
+    Args:
+        build: as of ``RayReplicas``.
+
+    Raises:
+        ConfigError: Ray Serve is not installed, or an option cannot be honoured.
+    """
+    from jserve.fleet.on_ray import RayReplicas
+
+    roles = parse_roles(config.fleet.roles, config.fleet.replicas)
+    if roles:
+        config = with_shared_pages(config)
+    replicas = RayReplicas(config, build)
+    return FleetEngine(replicas, policy=config.fleet.router, roles=roles, **options)
