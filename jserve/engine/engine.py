@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 STATS_EVERY_S = 0.25
 BLOCKED_WAIT_S, DISK_WAIT_S = 0.02, 0.001
+"""Between two steps of a busy engine that has nothing to launch: usually, and while a page is read or written."""
 COMPILE_WAIT_S = 0.005
 """Seconds that an idle engine waits for a grammar before it reads its inbox."""
 

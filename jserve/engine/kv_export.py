@@ -1,7 +1,9 @@
-"""Has pages written that other engines are to read, and keeps back the end of a request until its pages are there.
+"""Has KV pages written that other engines are to read, and keeps back the end of a request until its pages are there.
 
-commit k    full pages that it published, of requests that export --> the disk tier writes them, beside step k + 1
-an end      waits for the writes that were begun before it
+::
+
+    commit k    full pages that it published, of requests that export --> the disk tier writes them, beside step k + 1
+    an end      waits for the writes that were begun before it
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ class KVExports:
             self._asked = self._disk.export(pages)
         if not self._requests:
             return outputs
-        kept = [
-            out for out in outputs if out.finish is not None and out.request_id in self._requests
-        ]
-        self._ends += [(self._asked, out) for out in kept]
-        return [out for out in outputs if out not in kept] if kept else outputs
+        told: list[Output] = []
+        for out in outputs:
+            if out.finish is not None and out.request_id in self._requests:
+                self._ends.append((self._asked, out))
+            else:
+                told.append(out)
+        return told
 
     def written(self) -> list[Output]:
         """The ends whose pages are there."""

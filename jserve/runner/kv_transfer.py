@@ -159,7 +159,7 @@ class KVTransferClients:
             except (OSError, KVTransferError, ConfigError) as error:
                 why = error
                 self._drop(address)
-        log.warning("pages of %s are computed again: %s", address[:80], why)
+        log.warning("KV pages of %s are computed again: %s", address[:80], why)
         self._avoided_until[address] = self._clock() + RETRY_S
         return None
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ WIDTH = 16
 FORMAT = 1
 """Of the bytes of a page on disk."""
 KV = list[LayerKV]
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,10 +140,7 @@ class PageMover:
         store = self.spill.store
         pages = [(page, digest) for page, digest in pages if not store.has(digest)]
         number = 0
-        for i in range(
-            0, max(1, len(pages)), WIDTH
-        ):  # also where all are written: others may still be on their way
-            part = pages[i : i + WIDTH]
+        for part in _parts(pages) or [[]]:  # where all are written, earlier calls may be under way
             number = self.spill.export(self._named(kv, part))
         return number
 
@@ -297,7 +295,7 @@ def _bytes_of(page: Iterable[np.ndarray]) -> bytes:
     return b"".join(stack.tobytes() for stack in page)
 
 
-def _parts(moves: Seq[PageMove]) -> list[Seq[PageMove]]:
+def _parts(moves: Seq[T]) -> list[Seq[T]]:
     return [moves[i : i + WIDTH] for i in range(0, len(moves), WIDTH)]
 
 
