@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jserve.engine.wire import Control
@@ -29,7 +29,8 @@ class EngineState:
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> EngineState:
-        return cls(**{**info, "asleep": tuple(info["asleep"])})
+        names = [f.name for f in fields(cls) if f.name in info]
+        return cls(**{**{name: info[name] for name in names}, "asleep": tuple(info["asleep"])})
 
 
 def control_of(command: Mapping[str, Any]) -> Control:
@@ -52,6 +53,7 @@ class Operations:
         running: str = "recompute",
         partial: bool = False,
         donate: bool = False,
+        share: float = 0.0,
     ) -> Any:
         """Copy other weights over those in use, between two steps: all of them or, if it raises, none. Nothing
         compiles.
@@ -69,6 +71,9 @@ class Operations:
                 the old weights), "finish" (they end first, under the old ones), "abort".
             partial: parameters that ``source`` lacks keep their values.
             donate: delete the jax arrays of a tree afterwards.
+            share: with replicas, of new requests, those that are answered by a few replicas with the new weights
+                (a canary) until the same update comes without it, or ``rollback_weights``. With replicas ``source`` is
+                a directory, and replicas take it one after the other.
 
         Raises:
             WeightsError: a leaf is missing, unknown, deleted or of another shape or kind; ``field`` is
@@ -82,7 +87,13 @@ class Operations:
             running=running,
             partial=partial,
             donate=donate,
+            share=share,
         )
+
+    def rollback_weights(self) -> Any:
+        """With replicas: give those of a canary, or else all, the weights of before the last update. Raises BadRequest
+        where there are none."""
+        return self._operate(action="rollback_weights")
 
     def pause(self, running: str = "abort") -> Any:
         """Take no new request until ``resume``; those that come wait.

@@ -164,8 +164,9 @@ class DiskTier(Protocol):
 class LiveWeights(Protocol):
     """The further interface of a runner whose weights and memory an operator may change. Nothing is in flight."""
 
-    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> None:
-        """Copy other weights over those in use. Raises WeightsError; the old ones stay then."""
+    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> str:
+        """Copy other weights over those in use. A name that no other weights have, "" where there is none. Raises
+        WeightsError; the old ones stay then."""
         ...
 
     def sleep(self, parts: Seq[str]) -> None:
@@ -355,4 +356,4 @@ class Journal(Protocol):
 
     def recover(self, now: float, error: str) -> None: ...
 
-    def weights(self, now: float, version: str, keep: bool) -> None: ...
+    def weights(self, now: float, version: str, name: str, keep: bool) -> None: ...

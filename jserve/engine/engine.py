@@ -76,6 +76,9 @@ class Engine:
         self.hold = Hold()
         self.version = FIRST_WEIGHTS
         """The name of the weights in use."""
+        self.weights = self.first_weights = ""
+        """Names of the weights in use and of those it started with, which no others have; empty where nobody
+        said."""
         self.n_updates = 0
         """Counter: times that they were replaced."""
         self.profiler = profiler

@@ -45,6 +45,8 @@ def carry_out(engine: Engine, command: Control) -> dict[str, Any] | None:
             _wake(engine, _parts(command))
         case "update_weights":
             return _update(engine, command)
+        case "rollback_weights":
+            raise BadRequest("rollback_weights is of replicas; there is one engine", field="action")
         case "reset_prefix_cache":
             engine.forget()
         case "start_profile" | "stop_profile":
@@ -69,7 +71,7 @@ def settle(engine: Engine) -> tuple[Control, dict[str, Any]] | None:
 
 
 def _info(engine: Engine) -> dict[str, Any]:
-    return {"version": engine.version, **engine.hold.info()}
+    return {"version": engine.version, "weights": engine.weights, **engine.hold.info()}
 
 
 def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
@@ -87,6 +89,8 @@ def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
 def _update(engine: Engine, command: Control) -> dict[str, Any] | None:
     policy = _one_of("running", command.running or "recompute", POLICIES)
     _live(engine)
+    if command.share:
+        raise BadRequest("share: a canary needs replicas", field="share")
     if "weights" in engine.hold.asleep:
         raise BadRequest("the weights are asleep: wake them first", field="action", code="asleep")
     if policy == "finish":
@@ -100,9 +104,10 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
     """Other weights, now; those who are to be aborted are, once the new weights are in place."""
     began, runner = time.perf_counter(), _live(engine)
 
-    def change() -> None:
+    def change() -> str:
         try:
-            runner.update_weights(command.source, partial=command.partial, donate=command.donate)
+            given = {"partial": command.partial, "donate": command.donate}
+            return runner.update_weights(command.source, **given)
         except JserveError:
             raise
         except Exception as error:  # of the caller's source, or a device without room
@@ -111,12 +116,16 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
             ) from error
 
     engine.land()
-    change()
+    identity = change() or command.id
     if command.running == "abort":
         engine.abort_all()
     engine.n_updates += 1
     engine.version = command.version or str(engine.n_updates)
-    engine.scheduler.reweigh(engine.version, engine.clock(), keep=command.running == "mix")
+    name = "" if identity == engine.first_weights else identity
+    engine.weights = identity
+    engine.scheduler.reweigh(
+        engine.version, engine.clock(), name=name, keep=command.running == "mix"
+    )
     return _info(engine) | {"seconds": time.perf_counter() - began}
 
 

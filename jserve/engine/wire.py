@@ -83,6 +83,7 @@ class Control(Message, frozen=True):
         "sleep",
         "wake",
         "update_weights",
+        "rollback_weights",
         "weight_info",
     ]
     running: str = ""
@@ -94,6 +95,8 @@ class Control(Message, frozen=True):
     version: str = ""
     partial: bool = False
     donate: bool = False
+    share: float = 0.0
+    """For "update_weights" of several replicas: of new requests, those that get the new weights; 0: all."""
 
 
 class Shutdown(Message, frozen=True):

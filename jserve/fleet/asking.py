@@ -22,14 +22,18 @@ class Asking:
         """An answer ended after ``n_tokens``."""
         self._mean += GAIN * (n_tokens - self._mean)
 
-    def of(self, request: Request, page_size: int, said: Seq[Seq[int]] = ()) -> Asked:
-        """``request`` for a choice. What its longest choice ``said`` is computed again like a prompt."""
+    def of(
+        self, request: Request, page_size: int, said: Seq[Seq[int]] = (), weights: str = ""
+    ) -> Asked:
+        """``request`` for a choice. What its longest choice ``said`` is computed again like a prompt; ``weights`` as
+        names of pages have them."""
         longest = max(said, key=len, default=())
         tokens = (*request.prompt_ids, *longest)
         most = request.params.max_tokens
+        root = (*root_of(request), weights) if weights else root_of(request)
         ttft_ms = request.ttft_deadline_ms
         return Asked(
-            pages=digests_of(root_of(request), tokens, page_size),
+            pages=digests_of(root, tokens, page_size),
             page_size=page_size,
             n_prompt=len(tokens),
             n_out=round(self._mean if most is None else min(most, self._mean)),

@@ -78,7 +78,7 @@ class DataParallelEngine:
 
     def submit(self, request: Request) -> None:
         """As ``Engine.submit``, to the engine where it costs least, or the one that has its named cache."""
-        asked = self._asking.of(request, self._page_size)
+        asked = self._asked(request)
         bound = self._caches.get((request.tenant, request.cache)) if request.cache else None
         self._place(request, asked, bound)
         self.engines[self._placed[request.id].at].submit(request)
@@ -86,7 +86,7 @@ class DataParallelEngine:
     def create(self, request: Request, ttl_s: float) -> None:
         """As ``Engine.create``; the cache is of one engine."""
         key = request.tenant, request.cache or ""
-        self._place(request, self._asking.of(request, self._page_size), self._caches.get(key))
+        self._place(request, self._asked(request), self._caches.get(key))
         self._caches[key] = self._placed[request.id].at
         self.engines[self._caches[key]].create(request, ttl_s)
 
@@ -223,6 +223,10 @@ class DataParallelEngine:
             engine.close()
 
     # -- places
+
+    def _asked(self, request: Request) -> Asked:
+        weights = self.engines[0].scheduler.resources.cache.weights
+        return self._asking.of(request, self._page_size, weights=weights)
 
     def _place(self, request: Request, asked: Asked, bound: int | None) -> None:
         for i, (engine, log) in enumerate(zip(self.engines, self._logs, strict=True)):

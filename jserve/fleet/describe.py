@@ -20,12 +20,14 @@ EVERY_S = 0.05
 
 
 def describe(engine: Engine, weights: str) -> None:
-    """From now on the statistics of ``engine`` hold its view and what happened to its pages."""
+    """From now on the statistics of ``engine``, which started with ``weights``, hold its view and what happened to its
+    pages."""
     pages = PageLog()
     engine.scheduler.resources.cache.listener = pages
+    engine.weights = engine.first_weights = weights
 
     def described(stats: Stats) -> Stats:
-        view = view_of(engine.scheduler, engine.n_read, weights)
+        view = view_of(engine.scheduler, engine.n_read, engine.weights)
         return msgspec.structs.replace(stats, view=view, pages=pages.take())
 
     engine.describer, engine.stats_every_s = described, EVERY_S

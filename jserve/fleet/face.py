@@ -23,13 +23,14 @@ from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Stats
+from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Ready, Stats
 from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.asking import Asking
 from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.member import Member, Sent, all_unfit, state_of
 from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
 from jserve.fleet.roles import lacking
+from jserve.fleet.rollout import UPDATES, Rollout
 from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.source import ReplicaSource
@@ -54,6 +55,7 @@ class FleetEngine(EngineFace):
         source: places replicas and keeps them alive.
         policy: one of ``fleet.router.POLICIES``.
         roles: of ``fleet.roles.parse_roles``.
+        model: the weights that replicas start with, as ``update_weights`` takes them.
         health: limits of ``degraded_reasons`` of each replica.
         clock: monotonic seconds.
         rest: as ``EngineFace``.
@@ -70,6 +72,7 @@ class FleetEngine(EngineFace):
         *,
         policy: str = "seconds",
         roles: dict[str, int] | None = None,
+        model: str = "",
         health: HealthLimits | None = None,
         clock: Clock = time.monotonic,
         **rest: Any,
@@ -81,11 +84,12 @@ class FleetEngine(EngineFace):
         self.suspicion, self._budget = Suspicion(), RetryBudget()
         self._asking, self._roles = Asking(), roles or {}
         self._prefills = RemotePrefills(clock)
+        self._rollout = Rollout(model, self._ask, self._weigh)
         self._members: dict[str, Member] = {}
         self._wanted: set[str] = set()
         self._sent: dict[str, Sent] = {}
         self._handles = HandlePlaces()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._info: dict[str, Any] = {}
         self._closing = False
         self._gave_up = asyncio.Event()
@@ -205,6 +209,7 @@ class FleetEngine(EngineFace):
         del self._members[member.name]
         self.suspicion.leave(member.name)
         self._handles.leave(member)
+        self._rollout.leave(member)
         self._router.leave(member.number)
 
     def received(self, replica: Replica, message: Message) -> None:
@@ -213,6 +218,8 @@ class FleetEngine(EngineFace):
             return
         replica.heard_at, replica.silent = self._clock(), False
         match message:
+            case Ready():
+                self._rejoin(replica)
             case Stats() if message.view is not None:
                 self._router.update(replica.number, message.view, message.pages)
                 if message.steps and message.values.get("step_slowness"):
@@ -221,11 +228,21 @@ class FleetEngine(EngineFace):
                 self._go_on()
         super().received(replica, message)
 
+    def _rejoin(self, member: Member) -> None:
+        """Give ``member`` the weights of the others, if it has other ones, before it gets a request."""
+        if self._rollout.late(member, self.members):
+            self._spawn(self._rollout.catch_up(member, lambda: self.members))
+
     def _weigh(self, member: Member) -> None:
         """Let the router know how far ``member`` is trusted."""
+        if self._members.get(member.name) is not member:
+            return
         record = self.suspicion.records[member.name]
         candidate = self._router.candidates[member.number]
-        candidate.suspicion, candidate.out = record.factor, record.out or member.silent
+        candidate.suspicion, candidate.out = (
+            record.factor,
+            record.out or member.silent or member.updating,
+        )
         candidate.role = member.role
 
     # -- requests
@@ -239,14 +256,14 @@ class FleetEngine(EngineFace):
 
     def _place(self, stream: Stream, ttl_s: float | None) -> None:
         request, router = stream.request, self._router
-        asked = self._asking.of(request, self._info["page_size"])
+        asked = self._as_asked(request)
         bound = self._bound_to(request, ttl_s)
         if bound is None and self._roles and may_be_remote(request):
             prefill = router.choose_prefill(asked)
             if prefill is not None:
                 self._send_prefill(self._prefills.begin(stream), asked, prefill)
                 return
-        choice = router.choose(asked) if bound is None else router.assign(asked, bound.number)
+        choice = self._choose(asked) if bound is None else router.assign(asked, bound.number)
         self._send(stream, request, asked, choice, ttl_s)
 
     def _send(
@@ -278,11 +295,11 @@ class FleetEngine(EngineFace):
         ``source``; otherwise some may be."""
         if not stream.open or self._closing:
             return
-        asked = self._asking.of(stream.request, self._info["page_size"])
+        asked = self._as_asked(stream.request)
         if ready:
             asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
         try:
-            choice = self._router.choose(asked)
+            choice = self._choose(asked)
             self._send(stream, after_prefill(stream, source), asked, choice)
         except NotReady:
             self._park([stream], "no replica")
@@ -301,6 +318,29 @@ class FleetEngine(EngineFace):
             ready = output.finish in (Finish.STOP, Finish.LENGTH)
             self._answer(stream, replica.info.get("kv_transfer_address") or "", ready=ready)
 
+    def _as_asked(self, request: Request, told: Stream | None = None) -> Asked:
+        """``request`` for a choice, of the weights that are to answer it: those of what was ``told``, if anything."""
+        said = told.said if told is not None and any(told.said) else ()
+        if told is not None and said:
+            like = next((one for one in self.members if one.weights == told.weights), None)
+            weights = told.weights
+        else:
+            like = self._rollout.example(request.id, self.members)
+            weights = like.weights if like is not None and self._rollout.splits else None
+        page_weights = like.page_weights if like is not None else ""
+        asked = self._asking.of(request, self._info["page_size"], said, page_weights)
+        return replace(asked, weights=weights)
+
+    def _choose(self, asked: Asked, *, any_weights: bool = True) -> ReplicaChoice:
+        """The replica for ``asked``: with the weights that it names; ``any_weights``: with others where there is
+        none. Raises NotReady."""
+        try:
+            return self._router.choose(asked)
+        except NotReady:
+            if not any_weights or asked.weights is None:
+                raise
+            return self._router.choose(replace(asked, weights=None))
+
     def _settle(self, request_id: str) -> Sent | None:
         """The replica of ``request_id`` has no more to do with it."""
         sent = self._sent.pop(request_id, None)
@@ -318,7 +358,7 @@ class FleetEngine(EngineFace):
         if request.lane == Lane.INTERACTIVE or request.ttft_deadline_ms is not None:
             return None
         name = self.suspicion.due(self._clock())
-        if name is None or self._members[name].silent or not self._members[name].ready:
+        if name is None or not (self._members[name].may_get and self._members[name].ready):
             return None
         self.suspicion.probe(name, request.id)
         return self._members[name]
@@ -407,12 +447,11 @@ class FleetEngine(EngineFace):
         told."""
         if self._closing or not self._info:
             return None
-        said = any(stream.said)
-        asked = self._asking.of(stream.request, self._info["page_size"], stream.said)
+        asked = self._as_asked(stream.request, stream)
         try:
-            choice = self._router.choose(replace(asked, weights=stream.weights if said else None))
+            choice = self._choose(asked, any_weights=not any(stream.said))
         except NotReady:
-            able = [one for one in self.members if not one.silent and one.view.ready]
+            able = [one for one in self.members if one.may_get and one.view.ready]
             if not able or any(one.weights == stream.weights for one in self._members.values()):
                 return None
             choice = self._router.assign(asked, able[0].number)  # which ends it: other weights
@@ -423,8 +462,13 @@ class FleetEngine(EngineFace):
     async def control(self, message: Control) -> dict[str, Any]:
         """As ``EngineFace``, of all replicas; the facts are those of the first."""
         self._check_open()
+        if message.action in UPDATES:
+            return await self._roll_out(message)
         check_for_all(message)
-        return self._obeyed((await self._ask_all(message))[0].info)
+        info = (await self._ask_all(message))[0].info
+        if message.action == "weight_info":
+            info = info | self._rollout.info(self.members)
+        return self._obeyed(info)
 
     async def handles(self, message: HandleCommand) -> list[HandleInfo]:
         """As ``EngineFace``; the search for all handles goes to all replicas."""
@@ -432,6 +476,19 @@ class FleetEngine(EngineFace):
         if message.name is not None:
             return await self._handles.ask(message, self._ask)
         return [info for reply in await self._ask_all(message) for info in reply.handles]
+
+    async def _roll_out(self, message: Control) -> dict[str, Any]:
+        """Other weights, replica by replica, to the end, whoever asked and hangs up."""
+        began, members = self._clock(), self.members
+        self._rollout.check(message, members)
+        rolling = self._spawn(self._rollout.carry_out(message, members))
+        try:
+            await asyncio.shield(rolling)
+        except asyncio.CancelledError:
+            rolling.add_done_callback(lambda task: task.cancelled() or task.exception())
+            raise
+        facts = await self.control(Control(id=message.id, action="weight_info"))
+        return facts | {"seconds": self._clock() - began}
 
     async def _ask_all(self, message: HandleCommand | Control) -> list[HandleReply]:
         named = [
@@ -464,6 +521,7 @@ class FleetEngine(EngineFace):
             log.warning("replica %s is out: it is slow", name)
             self._out(self._members[name], silent=False)
         for member in self.members:
+            self._rejoin(member)
             self._weigh(member)
 
     def _out(self, member: Member, *, silent: bool) -> None:
@@ -472,7 +530,8 @@ class FleetEngine(EngineFace):
         n = None if silent else self._budget.spend(len(member.streams))
         self._move(member, "the replica does not answer", blamed=silent, n=n)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

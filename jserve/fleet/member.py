@@ -33,6 +33,8 @@ class Member(Replica):
         heard_at: when it last said something, or got something to do.
         n_requests: that it was given.
         role: of ``fleet.roles.ROLES``.
+        updating: it gets nothing new, because it is being given other weights.
+        identity: names the weights that it was given; "": those that it started with.
     """
 
     def __init__(
@@ -49,10 +51,20 @@ class Member(Replica):
             lambda: client, listener, max_restarts=0, backoff_s=0.0, health=health, clock=clock
         )
         self.name, self.number = name, number
-        self.silent = False
+        self.silent = self.updating = False
+        self.identity = ""
         self.n_requests = 0
         self.role = DECODE
         self.heard_at = clock()
+
+    @property
+    def weights(self) -> str:
+        return self.identity or self.info.get("weights") or ""
+
+    @property
+    def page_weights(self) -> str:
+        """``weights`` as names of pages have them."""
+        return "" if self.weights == self.info.get("weights") else self.weights
 
     @property
     def view(self) -> View:
@@ -66,24 +78,29 @@ class Member(Replica):
             self.heard_at = self._clock()
 
     @property
+    def may_get(self) -> bool:
+        """Nothing but its engine speaks against requests."""
+        return not self.silent and not self.updating
+
+    @property
     def n_open(self) -> int:
         """Requests that it works on."""
         return sum(bool(stream.open) for stream in self.streams.values())
 
     def overdue(self) -> bool:
         """It has said nothing for too long while there is work: an engine that lives makes steps, or says that
-        it cannot."""
+        it cannot. One that reads other weights makes none."""
         limit_s = OVERDUE_STEPS * self.view.step_s + OVERDUE_S
-        return self._clock() - self.heard_at > limit_s and self.n_open > 0
+        late = self._clock() - self.heard_at > limit_s
+        return late and self.n_open > 0 and not self.updating
 
 
 def state_of(member: Member, record: TrustRecord) -> ReplicaState:
     """``member`` as those see it who watch, with what ``record`` holds of it."""
     values, used = member.stats.values, ("pages_free", "pages_cached")
-    suspected = "suspected" if record.factor > 1.0 else "ready"
     return ReplicaState(
         name=member.name,
-        state="silent" if member.silent else "out" if record.out else suspected,
+        state=_state(member, record),
         role=member.role,
         suspicion=record.factor,
         requests=member.n_requests,
@@ -94,6 +111,12 @@ def state_of(member: Member, record: TrustRecord) -> ReplicaState:
         looked_up=values.get("cache_query_tokens", 0.0),
         found=values.get("cache_hit_tokens", 0.0),
     )
+
+
+def _state(member: Member, record: TrustRecord) -> str:
+    states = {"silent": member.silent, "updating": member.updating, "out": record.out}
+    states |= {"suspected": record.factor > 1.0, "ready": True}
+    return next(name for name, holds in states.items() if holds)
 
 
 def all_unfit(members: Iterable[Member]) -> list[str]:

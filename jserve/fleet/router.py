@@ -14,7 +14,7 @@ from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.roles import prefill_at
-from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route
+from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route, serves
 
 
 @dataclass(slots=True)
@@ -132,29 +132,29 @@ class ReplicaRouter:
         return route(asked, self.candidates, self.pages)
 
     def _random(self, asked: Asked) -> ReplicaChoice:
-        return self._at(asked, self._rng.choice(self._able()))
+        return self._at(asked, self._rng.choice(self._able(asked)))
 
     def _round_robin(self, asked: Asked) -> ReplicaChoice:
-        able = self._able()
+        able = self._able(asked)
         return self._at(asked, able[self.n_chosen % len(able)])
 
     def _p2c(self, asked: Asked) -> ReplicaChoice:
-        able = self._able()
+        able = self._able(asked)
         two = self._rng.sample(able, min(2, len(able)))
         return self._at(asked, min(two, key=self._rows))
 
     def _lmetric(self, asked: Asked) -> ReplicaChoice:
         known = self.pages.known(asked.pages, len(self._replicas))
         new = [asked.n_prompt - n * asked.page_size for n in known]
-        return self._at(asked, min(self._able(), key=lambda i: new[i] * (self._rows(i) + 1)))
+        return self._at(asked, min(self._able(asked), key=lambda i: new[i] * (self._rows(i) + 1)))
 
     def _rows(self, replica: int) -> int:
         candidate = self._replicas[replica].candidate
         return candidate.view.n_rows + candidate.n_sent
 
-    def _able(self) -> list[int]:
+    def _able(self, asked: Asked) -> list[int]:
         """Raises NotReady where there is none."""
-        able = [i for i, one in enumerate(self.candidates) if one.view.ready and not one.out]
+        able = [i for i, c in enumerate(self.candidates) if not c.out and serves(c.view, asked)]
         if not able:
             raise NotReady("no replica takes this request now", retry_after=5.0)
         return able

@@ -74,7 +74,7 @@ class PageCache:
         self.tree = RadixTree(page_size, self.window, clock)
         self.tier = HostTier(n_host_pages) if n_host_pages else None
         self.listener: PageListener | None = None
-        self.n_weights = 0
+        self.n_weights, self.weights = 0, ""
         """Counter: times that the weights changed; nothing is shared across one."""
         self.now = 0.0
 
@@ -150,8 +150,8 @@ class PageCache:
         )
 
     def of_weights(self, key: RootKey) -> RootKey:
-        """The root key of ``key`` under the weights in use; of the first ones it is ``key``, as names on disk are."""
-        return (*key[:3], self.n_weights) if self.n_weights else key
+        """The root key of ``key`` under the weights in use; of the first ones it is ``key``."""
+        return (*key[:3], self.weights) if self.weights else key
 
     def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
         """Pages of the longest known prefix of ``tokens``; nothing is locked or touched."""
@@ -323,15 +323,22 @@ class PageCache:
         self.pool.drop(pages)
         return len(pages)
 
-    def clear(self, *, same_weights: bool = True) -> int:
-        """Forget everything that no lease and no pin holds, in the host tier too; what is on disk stays
-        known while the weights are the same. Gives the pages that were forgotten."""
+    def clear(self, *, weights: str | None = None, keep_disk: bool = True) -> int:
+        """Forget everything that no lease and no pin holds, in the host tier too; gives the pages that were
+        forgotten.
+
+        Args:
+            weights: the name of other weights, which are used from now on, in the names of pages; "" for the first
+                ones, None where they stay the same.
+            keep_disk: what is on disk stays known.
+        """
         told = None if self.listener is None else self._tell_removed
         pages = self.tree.evict(self.tree.n_evictable, on_evict=told)
         self.pool.drop(pages)
         if self.tier is not None:
-            self.tier.lose(same_weights=same_weights)
-        self.n_weights += not same_weights
+            self.tier.lose(keep_disk=keep_disk)
+        if weights is not None:
+            self.n_weights, self.weights = self.n_weights + 1, weights
         return len(pages)
 
     @property

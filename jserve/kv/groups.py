@@ -140,6 +140,10 @@ class GroupedCache:
         return self.parts[0].now
 
     @property
+    def weights(self) -> str:
+        return self.parts[0].weights
+
+    @property
     def n_weights(self) -> int:
         return self.parts[0].n_weights
 
@@ -254,8 +258,10 @@ class GroupedCache:
             freed += self.parts[least[1]].evict(1) * self.groups[least[1]]
         return freed
 
-    def clear(self, *, same_weights: bool = True) -> int:
-        return sum([n * part.clear(same_weights=same_weights) for n, part in self._weighted()])
+    def clear(self, *, weights: str | None = None, keep_disk: bool = True) -> int:
+        return sum(
+            [n * part.clear(weights=weights, keep_disk=keep_disk) for n, part in self._weighted()]
+        )
 
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: the pages of the first group."""

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from jserve.kv.retention import EVERYONE, SESSION, Keep, strongest
 from jserve.window import NOTHING, Window
 
-RootKey = tuple[str, str, str | None] | tuple[str, str, str | None, int]
-"""(tenant, cache salt, adapter), and of weights that replaced the first ones their number."""
+RootKey = tuple[str, str, str | None] | tuple[str, str, str | None, str]
+"""(tenant, cache salt, adapter), and of weights that replaced the first ones their name."""
 
 
 class Node:

@@ -264,11 +264,10 @@ class HostTier:
         coming = {page for _, page in self._loads}
         return any(page in coming for page in pages)
 
-    def lose(self, *, same_weights: bool) -> None:
-        """Nothing that was kept in host memory is of use any more: other weights, or a device that
-        failed. What is on disk was made by the first weights: with others it is left alone until the
-        next start."""
-        if not same_weights:
+    def lose(self, *, keep_disk: bool) -> None:
+        """Nothing that was kept in host memory is of use any more: other weights, or a device that failed. What is
+        on disk has names that tell weights apart; without ``keep_disk`` it is left alone until the next start."""
+        if not keep_disk:
             self.disk = False
             self.on_disk.clear()
         self._pages.clear()

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -52,6 +53,7 @@ from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
 from jserve.weights.place import tp_size
+from jserve.weights.source import resolve
 from jserve.working import working_on
 
 
@@ -227,7 +229,7 @@ class ModelRunner:
         """Until the device has done a step."""
         np.asarray(out.packed_RX)
 
-    def update_weights(self, source: Any, *, partial: bool = False, donate: bool = False) -> None:
+    def update_weights(self, source: Any, *, partial: bool = False, donate: bool = False) -> str:
         """Copy other weights over those in use, for the next launch on; nothing compiles.
 
         KV written with the old weights stays; the caller sees to it.
@@ -237,17 +239,23 @@ class ModelRunner:
             partial: parameters that ``source`` lacks keep their values.
             donate: delete the jax arrays of ``source`` afterwards, where it is a tree.
 
+        Returns:
+            The stamp of the files of a directory, which are all of the weights then; else "".
+
         Raises:
             WeightsError: a leaf does not fit; ``field`` is ``params.<path>``, and the old weights stay.
         """
         if partial and self._experts is not None:
             why = "experts that move are replaced together with all else"
             raise WeightsError(f"params: a partial update: {why}", field="params")
+        whole = isinstance(source, str | Path) and not partial
+        stamp = resolve(str(source)).stamp if whole else ""  # of before they are read
         self.params = self._overwrite(self.params, source, some=partial)
         if self._experts is not None:
             self.state = replace(self.state, experts=self._experts.initial())
         if donate:
             delete_leaves(source, self.params)
+        return stamp
 
     def sleep(self, parts: Sequence[str]) -> None:
         """Give device memory back: ``kv`` is lost, ``weights`` go to host memory. No step is in flight."""

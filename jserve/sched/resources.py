@@ -224,9 +224,9 @@ class Resources:
         seq.n_preempted += 1
         self.n_preemptions += 1
 
-    def requeue_all(self, *, same_weights: bool = True) -> None:
-        """The device lost its pages: all who run start over, and nothing is cached any more, except on
-        disk while the weights are the ``same_weights`` that made it.
+    def requeue_all(self, *, weights: str | None = None, keep_disk: bool = True) -> None:
+        """The device lost its pages: all who run start over, and nothing is cached any more, except on disk. The
+        arguments are those of ``PageCache.clear``.
 
         No step may be in flight. It counts as no preemption, so protection keeps its meaning.
         """
@@ -234,10 +234,10 @@ class Resources:
             assert seq.pending == 0, f"{seq.request.id} has rows in flight"
             self._requeue(seq)
         self.retention.lose()
-        self.cache.clear(same_weights=same_weights)
+        self.cache.clear(weights=weights, keep_disk=keep_disk)
 
-    def keep_running(self) -> None:
-        """Other weights: all who run keep their pages, and nobody else finds those, nor any of before."""
+    def keep_running(self, weights: str) -> None:
+        """Other weights, of that name: all who run keep their pages, and nobody else finds those, nor any of before."""
         tier = self.cache.tier
         for seq in self.running.snapshot():
             assert seq.lease is not None
@@ -246,7 +246,7 @@ class Resources:
         for seq in self.waiting:
             self.swap_policy.forget(seq)
         self.retention.lose()
-        self.cache.clear(same_weights=False)
+        self.cache.clear(weights=weights)
         self._refused = None
 
     def _requeue(self, seq: Sequence) -> None:

@@ -290,23 +290,24 @@ class Scheduler:
         program = self.costs.program(n_decode, n_prefill, n_context, width, plan.n_draft)
         self.slowness.observe(program, sum([row.start for row in plan.rows]), took)
 
-    def reweigh(self, version: str, now: float, *, keep: bool = False) -> None:
+    def reweigh(self, version: str, now: float, *, name: str, keep: bool = False) -> None:
         """The weights are those of ``version`` from the next plan on; no step is in flight. What others may find in
         the cache is forgotten.
 
         Args:
+            name: in the names of KV pages: other weights, another name; "" for the first ones.
             keep: running sequences go on with the KV that they have; else they requeue with their tokens.
         """
         assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
         self.resources.retention.advance(now)
         if self.journal is not None:
-            self.journal.weights(now, version, keep)
+            self.journal.weights(now, version, name, keep)
         self.finalizer.weights = version
         if keep:
-            self.resources.keep_running()
+            self.resources.keep_running(name)
         else:
             self.speculation.lost()
-            self.resources.requeue_all(same_weights=False)
+            self.resources.requeue_all(weights=name)
 
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
         """A step raised with ``error`` and the device lost its state; ``plans`` are all that were in
@@ -327,7 +328,7 @@ class Scheduler:
         assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
         blamed = [s for s in self.groups.get(faulty or "", ()) if s.finish is None]
         outputs = [self.finalizer.end(seq, Finish.ERROR, now, error) for seq in blamed]
-        self.resources.requeue_all(same_weights=bool(error))
+        self.resources.requeue_all(keep_disk=bool(error))
         return outputs
 
     def _sequence(self, request: Request, index: int, max_len: int, now: float) -> Sequence:

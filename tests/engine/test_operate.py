@@ -44,13 +44,14 @@ class WeighedRunner(FakeRunner):
         self.weights_PZ = np.full(self.token_PZ.shape, -1, np.int64)
         self.written_PZ = np.zeros(self.token_PZ.shape, np.int64)
 
-    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> None:
+    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> str:
         assert self.n_collected == self.n_launched, "a step is in flight"
         if source == WRONG:
             raise WeightsError("params.a: shape", field="params.a")
         if source is None:
             raise ZeroDivisionError
         self.weights = source
+        return f"stamp {source}"
 
     def sleep(self, parts: Any) -> None:
         self.asleep |= {*parts}

@@ -27,6 +27,7 @@ from jserve.engine.wire import (
     pack,
     take_frames,
 )
+from jserve.errors import WeightsError
 from jserve.fleet.host import EngineHost, NoConnection
 from jserve.ports import InFlight, RunnerLimits
 from jserve.runner.disk import DiskStore
@@ -34,6 +35,7 @@ from jserve.runner.spill import Spill
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner, HostCopy
 from jserve.types import PageFetch, StepResult
+from tests.engine.test_operate import WeighedRunner
 from tests.grammar import kit
 
 LIMITS = kit.limits(
@@ -126,6 +128,36 @@ def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
         "vocab_size": kit.VOCAB,
         "max_num_seqs": 16,
     }
+
+
+class DirectoryRunner(WeighedRunner):
+    """Its weights are the number in the file ``weights`` of a directory; one without is refused, in time that
+    depends on the directory's file ``seconds``."""
+
+    def collect(self, flight: InFlight) -> StepResult:
+        time.sleep(STEP_S)
+        return super().collect(flight)
+
+    def update_weights(self, source: str, *, partial: bool, donate: bool) -> str:
+        wait = Path(source) / "seconds"
+        time.sleep(float(wait.read_text()) if wait.exists() else 0.0)
+        if not (Path(source) / "weights").exists():
+            raise WeightsError(f"{source}: no weights", field=source)
+        super().update_weights(stated(source), partial=partial, donate=donate)
+        return f"w{self.weights}"
+
+
+def stated(directory: str | Path) -> int:
+    return int((Path(directory) / "weights").read_text())
+
+
+def weighed(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
+    """An engine whose draws are a function of its weights, which are those of ``config.model.model``."""
+    runner = DirectoryRunner(LIMITS)
+    runner.weights = stated(config.model.model)
+    engine = Engine(Scheduler(LIMITS, config, guides=kit.guides()), runner)
+    facts = {"max_model_len": 512, "vocab_size": kit.VOCAB, "max_num_seqs": 16}
+    return engine, {"weights": f"w{runner.weights}", **facts}
 
 
 class HostClient:

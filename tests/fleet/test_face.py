@@ -225,7 +225,7 @@ async def test_a_cache_handle_is_where_it_was_made():
         assert outputs[0].n_cached == 48
         await fleet.control(Control(id="3", action="reset_prefix_cache"))
         with pytest.raises(BadRequest, match="of one engine"):
-            await fleet.control(Control(id="6", action="update_weights", source="x"))
+            await fleet.control(Control(id="6", action="sleep"))
         await fleet.handles(HandleCommand(id="4", action="drop", name="doc"))
         with pytest.raises(CacheNotFound):
             await fleet.handles(HandleCommand(id="5", action="find", name="doc"))

@@ -159,7 +159,7 @@ def test_other_weights_find_nothing_and_take_nothing():
     tokens = list(range(60))
     cache = cache_of()
     lease = computed(cache, tokens)
-    cache.clear(same_weights=False)
+    cache.clear(weights="others")
     assert (lease.n_weights, cache.n_weights) == (0, 1)
     assert cache.n_known(KEY, [*tokens, 1]) == 0
     other = cache.match(KEY, [*tokens, 1], slot=1)

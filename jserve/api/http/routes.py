@@ -124,6 +124,14 @@ OPERATOR: Table = (
         "Replace the weights",
         admin.WeightsBody,
     ),
+    Route(
+        "POST",
+        "/rollback_weights",
+        _ADMIN,
+        admin.rollback_weights,
+        "Give replicas the weights of before",
+        admin.NothingBody,
+    ),
     Route("GET", "/weight_info", _ADMIN, admin.weight_info, "The version of the weights"),
     Route("GET", METRICS, _ADMIN, health.metrics, "Prometheus metrics"),
 )

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "/sleep": _OPERATOR,
     "/wake_up": _OPERATOR,
     "/update_weights": _OPERATOR,
+    "/rollback_weights": _OPERATOR,
 }
 """Paths of vLLM, SGLang, llama.cpp, TGI and Ollama, and of our other port."""
 _STORED = "responses are not stored, so there is none to get, list or delete"

@@ -8,6 +8,7 @@ The port is off unless asked for, and never that of the public API. ::
     POST /pause  /resume       {"mode": "abort", "wait" or "keep"}; GET /is_paused
     POST /sleep  /wake_up      {"tags": ["kv_cache", "weights"]}; GET /is_sleeping
     POST /update_weights       {"weight_dir": "...", "version": "...", "running": "recompute"}; GET /weight_info
+    POST /rollback_weights     with replicas: back to the weights of before
 
 Names and modes are vLLM's; those of ``/pause``, ``/sleep`` and ``/wake_up`` may stand in the query, as its clients send
 them.
@@ -60,6 +61,8 @@ class WeightsBody(Fields):
     version: str | None = None
     running: Literal["recompute", "mix", "finish", "abort"] | None = None
     """The fate of running requests."""
+    share: float | None = None
+    """With replicas, the part of new requests that a canary of the new weights gets; by default all get them."""
 
 
 _MODES = {"wait": "finish"}
@@ -108,8 +111,17 @@ async def wake(request: web.Request, front: Front) -> web.StreamResponse:
 
 async def update_weights(request: web.Request, front: Front) -> web.StreamResponse:
     body = await _body(request, front, WeightsBody, {})
-    given = {"version": body.version or "", "running": body.running or ""}
+    given = {
+        "version": body.version or "",
+        "running": body.running or "",
+        "share": body.share or 0.0,
+    }
     return json_response(await _told(front, "update_weights", source=body.weight_dir, **given))
+
+
+async def rollback_weights(request: web.Request, front: Front) -> web.StreamResponse:
+    await _body(request, front, NothingBody, {})
+    return json_response(await _told(front, "rollback_weights"))
 
 
 async def weight_info(request: web.Request, front: Front) -> web.StreamResponse:

@@ -18,7 +18,7 @@ One line per event, in order; ``plan`` lines hold the decision, which a replay c
     {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
     {"type": "guided", "id": "r1", "index": 0, "forced": [5, 6], "ended": false, ...}
     {"type": "recover", "now": 5.0, "error": "..."}
-    {"type": "weights", "now": 6.0, "version": "step-7", "keep": false}
+    {"type": "weights", "now": 6.0, "version": "step-7", "keep": false, "name": "..."}
 """
 
 from __future__ import annotations
@@ -248,6 +248,8 @@ class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
     now: float
     version: str
     keep: bool
+    name: str = ""
+    """In the names of pages."""
 
 
 Handled = Created | Renewed | Dropped
@@ -319,8 +321,8 @@ class JournalFile:
     def recover(self, now: float, error: str) -> None:
         self._write(Recovered(now=now, error=error))
 
-    def weights(self, now: float, version: str, keep: bool) -> None:
-        self._write(Reweighed(now=now, version=version, keep=keep))
+    def weights(self, now: float, version: str, name: str, keep: bool) -> None:
+        self._write(Reweighed(now=now, version=version, name=name, keep=keep))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")

@@ -192,7 +192,7 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.error, event.now)
     if isinstance(event, Reweighed):
-        scheduler.reweigh(event.version, event.now, keep=event.keep)
+        scheduler.reweigh(event.version, event.now, name=event.name, keep=event.keep)
         return []
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         _ask(scheduler, event)
