@@ -580,7 +580,8 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
     if config.fleet.replicas:
         from jserve.fleet.start import fleet_engine
 
-        return fleet_engine(config, "jserve.build:engine", **given)
+        model = config.model.model or str(shipped())
+        return fleet_engine(config, "jserve.build:engine", model=model, **given)
     check_one_engine(config)
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient

@@ -19,11 +19,10 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
     Raises:
         ConfigError: Ray Serve is not installed, or an option cannot be honoured.
     """
-    from jserve.build import shipped
     from jserve.fleet.on_ray import RayReplicas
 
     roles = parse_roles(config.fleet.roles, config.fleet.replicas)
     if roles:
         config = with_shared_pages(config)
-    replicas, model = RayReplicas(config, build), config.model.model or str(shipped())
-    return FleetEngine(replicas, policy=config.fleet.router, roles=roles, model=model, **options)
+    replicas = RayReplicas(config, build)
+    return FleetEngine(replicas, policy=config.fleet.router, roles=roles, **options)

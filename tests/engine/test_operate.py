@@ -222,6 +222,13 @@ def test_weights_that_do_not_fit_leave_all_as_it_was() -> None:
         answer, more = told(engine, "update_weights", source=source, running="abort")
         assert (answer.error_field, engine.version) == (code, "0")
         outputs += more
+    for action, fields in (
+        ("update_weights", {"source": 1, "share": 0.1}),
+        ("rollback_weights", {}),
+    ):
+        answer, more = told(engine, action, **fields)
+        assert "replicas" in answer.error
+        outputs += more
     answer, more = told(engine, "update_weights", source=1, running="sideways")
     assert answer.error_field == "running"
     outputs += more + engine.drain()

@@ -25,6 +25,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray Serve is not installed: pip install 'jserve[ray]'", allow_module_level=True)
 
 from jserve.config import EngineConfig
+from jserve.engine.wire import Control
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.on_ray import RayReplicas
 from jserve.fleet.router import POLICIES
@@ -235,6 +236,46 @@ async def test_d9_replicas_are_replaced_one_after_the_other(drill):
     await until(lambda: len(drill.fleet.members) == N, 60.0)
     assert not before & {drill.pid(one) for one in drill.fleet.members}
     drill.config = config
+
+
+async def test_d9_replicas_get_other_weights_one_after_the_other(drill, tmp_path):
+    """In place, while clients wait; then one is killed, and Serve's next one gets them before its first request."""
+    models = [tmp_path / name for name in ("one", "two")]
+    for i, model in enumerate(models):
+        model.mkdir()
+        (model / "weights").write_text(str(i + 1))
+    (models[1] / "seconds").write_text("0.5")
+    config = EngineConfig.of(**OPTIONS, replicas=2, model=str(models[0]))
+    source = RayReplicas(config, "tests.fleet.fakes:weighed", app="weighed")
+    fleet = FleetEngine(source, model=str(models[0]))
+
+    async def order(**fields: Any) -> dict[str, Any]:
+        return await fleet.control(Control(id=uuid.uuid4().hex, **fields))
+
+    async def drawn_by() -> set[str]:
+        asked = [dataclasses.replace(one, id=uuid.uuid4().hex) for one in requests(6)]
+        outputs = [[out async for out in fleet.generate(one)] for one in asked]
+        assert not [out.error for all_of_it in outputs for out in all_of_it if out.error]
+        return {out.weights for all_of_it in outputs for out in all_of_it if out.token_ids}
+
+    try:
+        await fleet.start()
+        assert await drawn_by() == {"0"}
+        rolling = asyncio.ensure_future(order(action="update_weights", source=str(models[1])))
+        while not rolling.done():
+            assert await drawn_by() <= {"0", "1"}
+        assert set((await rolling)["replicas"].values()) == {"1"}
+        assert await drawn_by() == {"1"}
+        os.kill(fleet.members[0].info["pid"], signal.SIGKILL)
+        await until(lambda: len(fleet.members) == 1, 30.0)
+        assert await drawn_by() == {"1"}
+        await until(lambda: len(fleet.members) == 2, 60.0)
+        assert await drawn_by() == {"1"}
+        await until(lambda: {one.weights for one in fleet.members} == {"w2"}, 30.0)
+        facts = await order(action="rollback_weights")
+        assert set(facts["replicas"].values()) == await drawn_by() == {"0"}
+    finally:
+        await fleet.close()
 
 
 async def test_d10_one_three_one_replicas(drill):

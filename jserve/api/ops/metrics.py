@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 
 from jserve.api.ops.engine_metrics import EngineCollector
 from jserve.api.ops.recent import Recent
+from jserve.api.ops.version_metrics import VersionMetrics
 from jserve.api.reply.generate import TextPiece
 from jserve.engine.face import EngineFace
 from jserve.types import Request
@@ -72,6 +73,7 @@ class Metrics:
             labelnames=("route", "status"),
             registry=self.registry,
         )
+        self.versions = VersionMetrics(model, self.registry, _LONG)
         self._model = model
         self.registry.register(EngineCollector(model, engine))
 
@@ -113,6 +115,7 @@ class RequestTimer:
         metrics = self._metrics
         if piece.first:
             metrics.ttft.observe(now - self._arrival)
+            metrics.versions.first(piece.weights, now - self._arrival)
             metrics.prompt_tokens.inc(self._uncounted.pop(piece.prompt, 0))
         else:
             metrics.itl.observe(now - self._last[piece.choice])
@@ -120,6 +123,7 @@ class RequestTimer:
         metrics.output_tokens.inc(len(piece.token_ids))
         if piece.finish is not None:
             metrics.finished(piece.finish.value)
+            metrics.versions.ended(piece.weights, piece.finish.value)
             metrics.e2e.observe(now - self._arrival)
 
     def end(self, n_cached: int) -> None:

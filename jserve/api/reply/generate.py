@@ -25,7 +25,7 @@ from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, erro
 from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
-from jserve.types import Finish, Output, Request, TokenLogprob
+from jserve.types import FIRST_WEIGHTS, Finish, Output, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from jserve.api.ops.metrics import RequestTimer
@@ -55,6 +55,8 @@ class TextPiece:
     stop_reason: int | str | None = None
     first: bool = False
     seed: int | None = None
+    weights: str = FIRST_WEIGHTS
+    """The version of the weights that drew it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,6 +191,7 @@ class Generation:
             stop_reason=reason,
             first=first,
             seed=output.seed,
+            weights=output.weights,
         )
 
 

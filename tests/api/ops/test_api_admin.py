@@ -24,7 +24,7 @@ from tests.api.test_api_engine import host, idle
 COMP = "/v1/completions"
 COMMANDS = {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
 """Those that need no body and answer nothing but that it is done."""
-HOLDS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights"}
+HOLDS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/rollback_weights"}
 ASKED = {"/is_paused", "/is_sleeping", "/weight_info"}
 PATHS = {"/abort", *COMMANDS, *HOLDS}
 METRICS = "/metrics"
@@ -151,10 +151,12 @@ async def test_pause_sleep_and_weights_have_vllms_names_and_modes(srv):
             ("wake", ["kv"]),
             ("wake", ["weights"]),
         ]
-        body = {"weight_dir": "/w", "version": "step-3", "running": "mix"}
+        body = {"weight_dir": "/w", "version": "step-3", "running": "mix", "share": 0.05}
         status, answer = await post("/update_weights", body)
         assert (status, answer["version"]) == (200, "step-3")
-        assert (asked[-1].source, asked[-1].running) == ("/w", "mix")
+        assert (asked[-1].source, asked[-1].running, asked[-1].share) == ("/w", "mix", 0.05)
+        assert (await post("/rollback_weights"))[0] == 200
+        assert asked[-1].action == "rollback_weights"
         srv.engine.disobeys = WeightsError("no", field="params.embed")
         status, answer = await post("/update_weights", {"weight_dir": "/w"})
         assert (status, answer["error"]["param"]) == (400, "params.embed")
