@@ -321,3 +321,24 @@ async def test_what_replicas_cannot_do_is_refused_by_name(models, fields, field)
         with pytest.raises(BadRequest) as caught:
             await world.order(**fields)
         assert caught.value.field == field
+
+
+async def test_what_went_on_with_new_weights_goes_on_with_them_elsewhere(models):
+    """Its replica changes the weights below it, and dies later."""
+    request = asked(1, 200)
+    async with World(2, models(1)) as world:
+        fleet = world.fleet
+        running = asyncio.ensure_future(told(world, request))
+        await until(lambda: any(any(s.said) for s in fleet._streams.values()))
+        await world.order(source=models(2))
+        busy = next(one for one in fleet.members if one.n_open)
+        world.source.kill(busy.name)
+        ids, versions, errors = await asyncio.wait_for(running, 20.0)
+        assert (len(ids), errors) == (200, [])
+        n_old = versions.count("0")
+        assert 0 < n_old < 200
+        assert versions == ["0"] * n_old + ["1"] * (200 - n_old)
+        (after,) = await alone(
+            models(2), [dataclasses.replace(request, said=(tuple(ids[:n_old]),))]
+        )
+        assert ids[n_old:] == after

@@ -189,6 +189,17 @@ def test_a_replica_that_is_lost_has_nothing():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_knows_weights(policy):
+    router = ReplicaRouter(3, policy=policy)
+    for i, weights in enumerate("aba"):
+        router.update(i, view(weights=weights))
+    assert {router.choose(asked(weights="b")).replica for _ in range(12)} == {1}
+    assert 1 not in {router.choose(asked(weights="a")).replica for _ in range(12)}
+    with pytest.raises(NotReady):
+        router.choose(asked(weights="c"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_leaves_out_who_takes_nothing(policy):
     router = ReplicaRouter(4, policy, seed=1)
     for i in range(4):
