@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jserve.engine.hold import PARTS, PAUSES
 from jserve.engine.wire import Control
-from jserve.errors import BadRequest, JserveError, WeightsError, where
+from jserve.errors import BadRequest, ConfigError, JserveError, WeightsError, where
 from jserve.ports import LiveWeights
 
 if TYPE_CHECKING:
@@ -108,6 +108,10 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
         try:
             given = {"partial": command.partial, "donate": command.donate}
             return runner.update_weights(command.source, **given)
+        except WeightsError:
+            raise
+        except ConfigError as error:  # of a directory that is none, or of another model
+            raise WeightsError(error.message, field="source") from None
         except JserveError:
             raise
         except Exception as error:  # of the caller's source, or a device without room

@@ -14,7 +14,7 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
 from jserve.engine.wire import Control
-from jserve.errors import WeightsError
+from jserve.errors import ConfigError, WeightsError
 from jserve.kv_layout import Span
 from jserve.sampling import SamplingParams
 from jserve.sched.record.journal import JournalFile
@@ -26,7 +26,7 @@ from jserve.testing.runner import FakeRunner
 from jserve.types import Choice, Finish, Output, Request, RowPlan
 from tests.engine.test_with_scheduler import CONFIG, LIMITS, by_choice, workload
 
-WRONG = "wrong"
+WRONG, NOWHERE = "wrong", "nowhere"
 
 
 class WeighedRunner(FakeRunner):
@@ -50,6 +50,8 @@ class WeighedRunner(FakeRunner):
             raise WeightsError("params.a: shape", field="params.a")
         if source is None:
             raise ZeroDivisionError
+        if source == NOWHERE:
+            raise ConfigError("no such directory", field="model")
         self.weights = source
         return f"stamp {source}"
 
@@ -218,7 +220,7 @@ def test_weights_that_do_not_fit_leave_all_as_it_was() -> None:
     engine, r = engine_of(), workload(random.Random(1))[0]
     engine.submit(r)
     outputs = engine.step() + engine.step()
-    for source, code in ((WRONG, "params.a"), (None, "params")):
+    for source, code in ((WRONG, "params.a"), (None, "params"), (NOWHERE, "source")):
         answer, more = told(engine, "update_weights", source=source, running="abort")
         assert (answer.error_field, engine.version) == (code, "0")
         outputs += more
