@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -263,7 +263,7 @@ class FleetEngine(EngineFace):
             if prefill is not None:
                 self._send_prefill(self._prefills.begin(stream), asked, prefill)
                 return
-        choice = self._choose(asked) if bound is None else router.assign(asked, bound.number)
+        choice = router.choose(asked) if bound is None else router.assign(asked, bound.number)
         self._send(stream, request, asked, choice, ttl_s)
 
     def _send(
@@ -299,7 +299,7 @@ class FleetEngine(EngineFace):
         if ready:
             asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
         try:
-            choice = self._choose(asked)
+            choice = self._router.choose(asked)
             self._send(stream, after_prefill(stream, source), asked, choice)
         except NotReady:
             self._park([stream], "no replica")
@@ -319,27 +319,23 @@ class FleetEngine(EngineFace):
             self._answer(stream, replica.info.get("kv_transfer_address") or "", ready=ready)
 
     def _as_asked(self, request: Request, told: Stream | None = None) -> Asked:
-        """``request`` for a choice, of the weights that are to answer it: those of what was ``told``, if anything."""
-        said = told.said if told is not None and any(told.said) else ()
-        if told is not None and said:
+        """``request`` for a choice. It names the weights of what was ``told``, if anything was; else those of its side
+        of a canary, if anybody there takes it."""
+        if told is not None and any(told.said):
             like = next((one for one in self.members if one.weights == told.weights), None)
-            weights = told.weights
-        else:
-            like = self._rollout.example(request.id, self.members)
-            weights = like.weights if like is not None and self._rollout.splits else None
-        page_weights = like.page_weights if like is not None else ""
-        asked = self._asking.of(request, self._info["page_size"], said, page_weights)
-        return replace(asked, weights=weights)
+            asked = self._of(request, like, told.said)
+            return replace(asked, weights=told.weights)
+        like = self._rollout.example(request.id, self.members)
+        asked = self._of(request, like)
+        if like is None or not self._rollout.splits:
+            return asked
+        named = replace(asked, weights=like.weights)
+        return named if self._router.takes(named) else asked
 
-    def _choose(self, asked: Asked, *, any_weights: bool = True) -> ReplicaChoice:
-        """The replica for ``asked``: with the weights that it names; ``any_weights``: with others where there is
-        none. Raises NotReady."""
-        try:
-            return self._router.choose(asked)
-        except NotReady:
-            if not any_weights or asked.weights is None:
-                raise
-            return self._router.choose(replace(asked, weights=None))
+    def _of(self, request: Request, like: Member | None, said: Seq[Seq[int]] = ()) -> Asked:
+        """``request`` behind what it ``said``, with the names that ``like`` gives its pages."""
+        weights = "" if like is None else like.page_weights
+        return self._asking.of(request, self._info["page_size"], said, weights)
 
     def _settle(self, request_id: str) -> Sent | None:
         """The replica of ``request_id`` has no more to do with it."""
@@ -449,7 +445,7 @@ class FleetEngine(EngineFace):
             return None
         asked = self._as_asked(stream.request, stream)
         try:
-            choice = self._choose(asked, any_weights=not any(stream.said))
+            choice = self._router.choose(asked)
         except NotReady:
             able = [one for one in self.members if one.may_get and one.view.ready]
             if not able or any(one.weights == stream.weights for one in self._members.values()):

@@ -94,7 +94,7 @@ class Rollout:
 
         Raises:
             BadRequest, WeightsError: they do not fit, or not now; all have what they had.
-            EngineDead: some have the new weights and could not be given the old ones.
+            EngineDead: no replica is left that could be given them.
         """
         self.check(command, members)
         self._busy = True
@@ -111,7 +111,7 @@ class Rollout:
     def late(self, member: Member, members: Seq[Member]) -> bool:
         """``member``, one of ``members``, has other weights than it should, and ``catch_up`` is due. From now on it
         gets nothing new."""
-        if self._busy or member.updating:
+        if member.updating or (self._busy and member in self._settled):
             return False
         if self._due(member, members) is None:
             self._settled.add(member)

@@ -87,6 +87,10 @@ class ReplicaRouter:
         self._replicas[replica] = _Replica(Candidate(view=View(ready=False)))
         self.pages.forget(replica)
 
+    def takes(self, asked: Asked) -> bool:
+        """Some replica may take ``asked``."""
+        return any([not one.out and serves(one.view, asked) for one in self.candidates])
+
     def choose(self, asked: Asked) -> ReplicaChoice:
         """The replica for ``asked``, which is taken to be sent there.
 

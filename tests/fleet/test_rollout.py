@@ -299,7 +299,7 @@ async def test_prefixes_are_found_under_new_weights_and_old_ones_again(models):
         assert [await cached(1), await cached(1), await cached(1)] == [0, 32, 32]
         where = [one.n_requests for one in world.fleet.members]
         request = asked(1)
-        choice = world.fleet._choose(world.fleet._as_asked(request))
+        choice = world.fleet._router.choose(world.fleet._as_asked(request))
         assert choice.n_cached == 32, where
         await world.order("rollback_weights")
         assert [await cached(1), await cached(1)] == [0, 32]
@@ -342,3 +342,32 @@ async def test_what_went_on_with_new_weights_goes_on_with_them_elsewhere(models)
             models(2), [dataclasses.replace(request, said=(tuple(ids[:n_old]),))]
         )
         assert ids[n_old:] == after
+
+
+async def test_who_joins_amid_gets_no_request_before_the_weights_of_all(models):
+    """It starts with the first weights, which nobody has any more."""
+    async with World(2, models(1)) as world:
+        await world.order(source=models(2))
+        rolling = asyncio.ensure_future(world.order(source=models(3, 0.5)))
+        await until(lambda: any(one.updating for one in world.fleet.members))
+        await world.source.add()
+        await until(lambda: len(world.fleet.members) == 3)
+        while not rolling.done():
+            _, versions, errors = await told(world, asked())
+            assert "0" not in versions
+            assert not errors
+        await rolling
+        await until(lambda: not any(one.updating for one in world.fleet.members))
+        assert {one.weights for one in world.fleet.members} == {"w3"}
+
+
+async def test_a_canary_that_is_out_is_answered_for_by_the_others(models):
+    async with World(2, models(1)) as world:
+        await world.order(source=models(2), share=0.9)
+        canary = next(one for one in world.fleet.members if one.weights == "w2")
+        record = world.fleet.suspicion.records[canary.name]
+        record.out, record.rests_until = True, 1e18
+        world.fleet.look()
+        for i in range(6):
+            _, versions, errors = await told(world, asked(i))
+            assert (set(versions), errors) == ({"0"}, [])
