@@ -236,6 +236,7 @@ def _engine(
         runner,
         overlap=config.scheduler.overlap,
         profiler=_profiler(config.device.profile_dir),
+        weights=facts["weights"],
     )
     info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["taps"] = [feature.name for feature in registered() if feature.is_tap]

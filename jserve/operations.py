@@ -6,6 +6,7 @@ It owns ``Operations`` and the facts they answer with. With ``AsyncLLM`` each of
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,8 +30,9 @@ class EngineState:
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> EngineState:
-        names = [f.name for f in fields(cls) if f.name in info]
-        return cls(**{**{name: info[name] for name in names}, "asleep": tuple(info["asleep"])})
+        known: dict[str, Any] = {f.name: info[f.name] for f in fields(cls) if f.name in info}
+        known["asleep"] = tuple(info["asleep"])
+        return cls(**known)
 
 
 def control_of(command: Mapping[str, Any]) -> Control:
@@ -38,12 +40,12 @@ def control_of(command: Mapping[str, Any]) -> Control:
     return Control(id=uuid.uuid4().hex, **command)
 
 
-class Operations:
+class Operations(ABC):
     """Pause, sleep, other weights."""
 
+    @abstractmethod
     def _operate(self, **command: Any) -> Any:
         """Carry out a ``Control`` of these fields: the ``EngineState`` after it, or an awaitable of it."""
-        raise NotImplementedError
 
     def update_weights(
         self,
@@ -53,7 +55,7 @@ class Operations:
         running: str = "recompute",
         partial: bool = False,
         donate: bool = False,
-        share: float = 0.0,
+        canary: float = 0.0,
     ) -> Any:
         """Copy other weights over those in use, between two steps: all of them or, if it raises, none. Nothing
         compiles.
@@ -71,8 +73,8 @@ class Operations:
                 the old weights), "finish" (they end first, under the old ones), "abort".
             partial: parameters that ``source`` lacks keep their values.
             donate: delete the jax arrays of a tree afterwards.
-            share: with replicas, of new requests, those that are answered by a few replicas with the new weights
-                (a canary) until the same update comes without it, or ``rollback_weights``. With replicas ``source`` is
+            canary: with replicas, the share of new requests that are answered by a few replicas with the new
+                weights until the same update comes without it, or ``rollback_weights``. With replicas ``source`` is
                 a directory, and replicas take it one after the other.
 
         Raises:
@@ -87,7 +89,7 @@ class Operations:
             running=running,
             partial=partial,
             donate=donate,
-            share=share,
+            canary=canary,
         )
 
     def rollback_weights(self) -> Any:

@@ -166,7 +166,7 @@ class LiveWeights(Protocol):
 
     def update_weights(self, source: Any, *, partial: bool, donate: bool) -> str:
         """Copy other weights over those in use. A name that no other weights have, "" where there is none. Raises
-        WeightsError; the old ones stay then."""
+        WeightsError or, where there is no such directory, ConfigError; the old ones stay then."""
         ...
 
     def sleep(self, parts: Seq[str]) -> None:

@@ -51,6 +51,7 @@ class Engine:
         overlap: steps launched ahead of the one that is awaited (0, 1 or 2).
         clock: monotonic seconds.
         profiler: what records the device's work on command; None: nothing does.
+        weights: a name of the weights it starts with that no others have; "" where there is none.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
         overlap: int = 1,
         clock: Clock = time.monotonic,
         profiler: Profiler | None = None,
+        weights: str = "",
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -76,9 +78,8 @@ class Engine:
         self.hold = Hold()
         self.version = FIRST_WEIGHTS
         """The name of the weights in use."""
-        self.weights = self.first_weights = ""
-        """Names of the weights in use and of those it started with, which no others have; empty where nobody
-        said."""
+        self.weights = self.first_weights = weights
+        """Unlike versions, which an operator chooses, these names tell all weights apart."""
         self.n_updates = 0
         """Counter: times that they were replaced."""
         self.profiler = profiler

@@ -89,8 +89,8 @@ def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
 def _update(engine: Engine, command: Control) -> dict[str, Any] | None:
     policy = _one_of("running", command.running or "recompute", POLICIES)
     _live(engine)
-    if command.share:
-        raise BadRequest("share: a canary needs replicas", field="share")
+    if command.canary:
+        raise BadRequest("canary: it needs replicas; there is one engine", field="canary")
     if "weights" in engine.hold.asleep:
         raise BadRequest("the weights are asleep: wake them first", field="action", code="asleep")
     if policy == "finish":
@@ -106,8 +106,9 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
 
     def change() -> str:
         try:
-            given = {"partial": command.partial, "donate": command.donate}
-            return runner.update_weights(command.source, **given)
+            return runner.update_weights(
+                command.source, partial=command.partial, donate=command.donate
+            )
         except WeightsError:
             raise
         except ConfigError as error:  # of a directory that is none, or of another model
@@ -120,13 +121,12 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
             ) from error
 
     engine.land()
-    identity = change() or command.id
+    engine.weights = change() or command.id
     if command.running == "abort":
         engine.abort_all()
     engine.n_updates += 1
     engine.version = command.version or str(engine.n_updates)
-    name = "" if identity == engine.first_weights else identity
-    engine.weights = identity
+    name = "" if engine.weights == engine.first_weights else engine.weights
     engine.scheduler.reweigh(
         engine.version, engine.clock(), name=name, keep=command.running == "mix"
     )

@@ -14,7 +14,7 @@ from jserve.engine.client import EngineClient
 from jserve.engine.health import EngineHealth, HealthLimits
 from jserve.engine.streams import Stream
 from jserve.engine.supervisor import Supervisor
-from jserve.engine.wire import Message, Outputs, Ready, Stats
+from jserve.engine.wire import HandleReply, Message, Outputs, Ready, Stats
 from jserve.ports import Clock
 from jserve.types import Request
 
@@ -45,6 +45,7 @@ class Replica:
     Attributes:
         streams: requests it works on, by id, oldest first.
         stats: its latest statistics.
+        weights: names the weights that its tokens come from; None where nobody says.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Replica:
         self.streams: dict[str, Stream] = {}
         self.health = EngineHealth(health)
         self.stats = Stats()
+        self.weights: str | None = None
         self._moved_at = clock()
 
     @property
@@ -82,11 +84,6 @@ class Replica:
     @property
     def client(self) -> EngineClient | None:
         return self.supervisor.client
-
-    @property
-    def weights(self) -> Any:
-        """Names the weights that its tokens come from; None where nobody says."""
-        return self.info.get("weights")
 
     def work_on(self, stream: Stream, request: Request, ttl_s: float | None = None) -> None:
         """Hand it an attempt at the request of ``stream``; with ``ttl_s`` its prompt becomes a cache handle.
@@ -149,6 +146,11 @@ class Replica:
                 self.health.observe(message.step, message.values, self._clock())
             case Ready():
                 self._moved_at = self._clock()
+                self.weights = message.info.get("weights")
+            case HandleReply() if message.info.get("weights"):
+                self.weights = message.info["weights"]
+                for stream in self.streams.values():
+                    stream.weights = self.weights  # what they were told goes on with these
         self._listener.received(self, message)
 
     def _progress_to(self, step: int) -> None:

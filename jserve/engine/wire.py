@@ -95,8 +95,8 @@ class Control(Message, frozen=True):
     version: str = ""
     partial: bool = False
     donate: bool = False
-    share: float = 0.0
-    """For "update_weights" of several replicas: of new requests, those that get the new weights; 0: all."""
+    canary: float = 0.0
+    """For "update_weights" of several replicas: the share of new requests that get the new weights; 0: all do."""
 
 
 class Shutdown(Message, frozen=True):

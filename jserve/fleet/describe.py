@@ -19,12 +19,10 @@ EVERY_S = 0.05
 """Between two views of an engine that works."""
 
 
-def describe(engine: Engine, weights: str) -> None:
-    """From now on the statistics of ``engine``, which started with ``weights``, hold its view and what happened to its
-    pages."""
+def describe(engine: Engine) -> None:
+    """From now on the statistics of ``engine`` hold its view and what happened to its pages."""
     pages = PageLog()
     engine.scheduler.resources.cache.listener = pages
-    engine.weights = engine.first_weights = weights
 
     def described(stats: Stats) -> Stats:
         view = view_of(engine.scheduler, engine.n_read, engine.weights)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +23,16 @@ from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Ready, Stats
+from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Stats
 from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
-from jserve.fleet.asking import Asking
 from jserve.fleet.commands import HandlePlaces, check_for_all
-from jserve.fleet.member import Member, Sent, all_unfit, state_of
+from jserve.fleet.member import Member, all_unfit, state_of
 from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
 from jserve.fleet.roles import lacking
-from jserve.fleet.rollout import UPDATES, Rollout
+from jserve.fleet.rollout import ACTIONS, Rollout
 from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
+from jserve.fleet.sent import Sent, SentRequests
 from jserve.fleet.source import ReplicaSource
 from jserve.fleet.suspicion import RetryBudget, Suspicion
 from jserve.fleet.totals import totals
@@ -82,12 +82,11 @@ class FleetEngine(EngineFace):
         self._resumption = Resumption(PATIENCE)
         self._router = ReplicaRouter(policy=policy)
         self.suspicion, self._budget = Suspicion(), RetryBudget()
-        self._asking, self._roles = Asking(), roles or {}
-        self._prefills = RemotePrefills(clock)
+        self._prefills, self._roles = RemotePrefills(clock), roles or {}
         self._rollout = Rollout(model, self._ask, self._weigh)
+        self._sent = SentRequests(self._router, self._rollout)
         self._members: dict[str, Member] = {}
         self._wanted: set[str] = set()
-        self._sent: dict[str, Sent] = {}
         self._handles = HandlePlaces()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._info: dict[str, Any] = {}
@@ -218,19 +217,18 @@ class FleetEngine(EngineFace):
             return
         replica.heard_at, replica.silent = self._clock(), False
         match message:
-            case Ready():
-                self._rejoin(replica)
             case Stats() if message.view is not None:
                 self._router.update(replica.number, message.view, message.pages)
                 if message.steps and message.values.get("step_slowness"):
                     self.suspicion.observe(replica.name, message.values["step_slowness"])
+                self._check_weights(replica)
                 self._weigh(replica)
                 self._go_on()
         super().received(replica, message)
 
-    def _rejoin(self, member: Member) -> None:
-        """Give ``member`` the weights of the others, if it has other ones, before it gets a request."""
-        if self._rollout.late(member, self.members):
+    def _check_weights(self, member: Member) -> None:
+        """Have ``member`` load the weights that it should have, before it gets another request."""
+        if self._rollout.begin_catch_up(member, self.members):
             self._spawn(self._rollout.catch_up(member, lambda: self.members))
 
     def _weigh(self, member: Member) -> None:
@@ -239,10 +237,8 @@ class FleetEngine(EngineFace):
             return
         record = self.suspicion.records[member.name]
         candidate = self._router.candidates[member.number]
-        candidate.suspicion, candidate.out = (
-            record.factor,
-            record.out or member.silent or member.updating,
-        )
+        candidate.suspicion = record.factor
+        candidate.out = record.out or member.silent or member.updating
         candidate.role = member.role
 
     # -- requests
@@ -256,7 +252,7 @@ class FleetEngine(EngineFace):
 
     def _place(self, stream: Stream, ttl_s: float | None) -> None:
         request, router = stream.request, self._router
-        asked = self._as_asked(request)
+        asked = self._asked_of(request)
         bound = self._bound_to(request, ttl_s)
         if bound is None and self._roles and may_be_remote(request):
             prefill = router.choose_prefill(asked)
@@ -276,7 +272,7 @@ class FleetEngine(EngineFace):
     ) -> None:
         """Hand ``request``, an attempt at that of ``stream``, to the replica of ``choice``."""
         member = self._numbered(choice.replica)
-        self._sent[request.id] = Sent(asked, member, choice, self._clock())
+        self._sent.add(request.id, Sent(asked, member, choice, self._clock()))
         try:
             member.work_on(stream, request, ttl_s)
         except JserveError:
@@ -295,7 +291,7 @@ class FleetEngine(EngineFace):
         ``source``; otherwise some may be."""
         if not stream.open or self._closing:
             return
-        asked = self._as_asked(stream.request)
+        asked = self._asked_of(stream.request)
         if ready:
             asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
         try:
@@ -313,36 +309,13 @@ class FleetEngine(EngineFace):
             return
         stream = self._prefills.ended(output)
         if stream is not None:
-            self._settle(output.request_id)
+            self._sent.settle(output.request_id)
             replica.streams.pop(output.request_id, None)
             ready = output.finish in (Finish.STOP, Finish.LENGTH)
             self._answer(stream, replica.info.get("kv_transfer_address") or "", ready=ready)
 
-    def _as_asked(self, request: Request, told: Stream | None = None) -> Asked:
-        """``request`` for a choice. It names the weights of what was ``told``, if anything was; else those of its side
-        of a canary, if anybody there takes it."""
-        if told is not None and any(told.said):
-            like = next((one for one in self.members if one.weights == told.weights), None)
-            asked = self._of(request, like, told.said)
-            return replace(asked, weights=told.weights)
-        like = self._rollout.example(request.id, self.members)
-        asked = self._of(request, like)
-        if like is None or not self._rollout.splits:
-            return asked
-        named = replace(asked, weights=like.weights)
-        return named if self._router.takes(named) else asked
-
-    def _of(self, request: Request, like: Member | None, said: Seq[Seq[int]] = ()) -> Asked:
-        """``request`` behind what it ``said``, with the names that ``like`` gives its pages."""
-        weights = "" if like is None else like.page_weights
-        return self._asking.of(request, self._info["page_size"], said, weights)
-
-    def _settle(self, request_id: str) -> Sent | None:
-        """The replica of ``request_id`` has no more to do with it."""
-        sent = self._sent.pop(request_id, None)
-        if sent is not None:
-            self._router.over(sent.asked, sent.member.number)
-        return sent
+    def _asked_of(self, request: Request, resumed: Stream | None = None) -> Asked:
+        return self._sent.asked(request, self.members, self._info["page_size"], resumed)
 
     def _bound_to(self, request: Request, ttl_s: float | None) -> Member | None:
         """The replica that has to take ``request`` at any price: that of its cache, or one that has rested and is
@@ -400,17 +373,17 @@ class FleetEngine(EngineFace):
     def _over(self, stream: Stream) -> None:
         prefill = self._prefills.forget(stream.request.id)
         if prefill is not None:
-            sent = self._settle(prefill)
+            sent = self._sent.settle(prefill)
             if sent is not None and sent.member.streams.pop(prefill, None) is not None:
                 sent.member.cancel(prefill)
-        sent = self._settle(stream.request.id)
+        sent = self._sent.settle(stream.request.id)
         if sent is not None:
-            self._asking.learn(sum(map(len, stream.said)))
+            self._sent.learn(stream)
             self.suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
 
     def _park(self, streams: list[Stream], why: str) -> None:
         for stream in streams:
-            self._settle(stream.request.id)
+            self._sent.settle(stream.request.id)
         prefills = [stream for stream in streams if self._prefills.has(stream.request.id)]
         self._resumption.park([s for s in streams if s not in prefills], why, EngineDead.code)
         for prefill in prefills:
@@ -435,7 +408,7 @@ class FleetEngine(EngineFace):
             if target is None:
                 self._resumption.park([stream], "no replica", EngineDead.code)
             else:
-                self._sent[stream.request.id] = target
+                self._sent.add(stream.request.id, target)
                 self._resumption.go_on(stream, target.member)
 
     def _target(self, stream: Stream) -> Sent | None:
@@ -443,7 +416,7 @@ class FleetEngine(EngineFace):
         told."""
         if self._closing or not self._info:
             return None
-        asked = self._as_asked(stream.request, stream)
+        asked = self._asked_of(stream.request, stream)
         try:
             choice = self._router.choose(asked)
         except NotReady:
@@ -458,7 +431,7 @@ class FleetEngine(EngineFace):
     async def control(self, message: Control) -> dict[str, Any]:
         """As ``EngineFace``, of all replicas; the facts are those of the first."""
         self._check_open()
-        if message.action in UPDATES:
+        if message.action in ACTIONS:
             return await self._roll_out(message)
         check_for_all(message)
         info = (await self._ask_all(message))[0].info
@@ -474,7 +447,7 @@ class FleetEngine(EngineFace):
         return [info for reply in await self._ask_all(message) for info in reply.handles]
 
     async def _roll_out(self, message: Control) -> dict[str, Any]:
-        """Other weights, replica by replica, to the end, whoever asked and hangs up."""
+        """Update or roll back all replicas; whoever asked may hang up meanwhile."""
         began, members = self._clock(), self.members
         self._rollout.check(message, members)
         rolling = self._spawn(self._rollout.carry_out(message, members))
@@ -517,7 +490,7 @@ class FleetEngine(EngineFace):
             log.warning("replica %s is out: it is slow", name)
             self._out(self._members[name], silent=False)
         for member in self.members:
-            self._rejoin(member)
+            self._check_weights(member)
             self._weigh(member)
 
     def _out(self, member: Member, *, silent: bool) -> None:

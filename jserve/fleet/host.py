@@ -282,7 +282,7 @@ def described(build: str) -> Build:
 
     def built(config: EngineConfig, progress: OnProgress) -> tuple[Engine, dict[str, Any]]:
         engine, info = getattr(importlib.import_module(module), name)(config, progress)
-        describe(engine, str(info.get("weights", "")))
+        describe(engine)
         page_size = engine.scheduler.resources.cache.page_size
         return engine, {**info, "page_size": page_size, "pid": os.getpid()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from jserve.engine.client import EngineClient
 from jserve.engine.face import ReplicaState
@@ -11,16 +10,14 @@ from jserve.engine.health import HealthLimits
 from jserve.engine.replica import Listener, Replica
 from jserve.engine.streams import Stream
 from jserve.engine.view import View
+from jserve.engine.wire import Message, Stats
 from jserve.fleet.roles import DECODE
-from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.suspicion import TrustRecord
 from jserve.ports import Clock
 from jserve.types import Request
 
 OVERDUE_STEPS, OVERDUE_S = 5, 1.0
 """A replica that has work is silent when it says nothing for so many of its usual steps and so many seconds."""
-NEAR_S = 0.2
-"""Added to both sides where a first token is compared to its price: below it a price is no promise."""
 
 
 class Member(Replica):
@@ -33,8 +30,7 @@ class Member(Replica):
         heard_at: when it last said something, or got something to do.
         n_requests: that it was given.
         role: of ``fleet.roles.ROLES``.
-        updating: it gets nothing new, because it is being given other weights.
-        identity: names the weights that it was given; "": those that it started with.
+        updating: it gets nothing new, because it loads other weights, or has to.
     """
 
     def __init__(
@@ -52,19 +48,22 @@ class Member(Replica):
         )
         self.name, self.number = name, number
         self.silent = self.updating = False
-        self.identity = ""
         self.n_requests = 0
         self.role = DECODE
         self.heard_at = clock()
 
-    @property
-    def weights(self) -> str:
-        return self.identity or self.info.get("weights") or ""
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Stats) and message.view is not None:
+            self.weights = (
+                message.view.weights
+            )  # that of an earlier connection may have changed them
+        super()._on_message(message)
 
     @property
     def page_weights(self) -> str:
         """``weights`` as names of pages have them."""
-        return "" if self.weights == self.info.get("weights") else self.weights
+        weights = self.weights or ""
+        return "" if weights == self.info.get("weights") else weights
 
     @property
     def view(self) -> View:
@@ -89,7 +88,7 @@ class Member(Replica):
 
     def overdue(self) -> bool:
         """It has said nothing for too long while there is work: an engine that lives makes steps, or says that
-        it cannot. One that reads other weights makes none."""
+        it cannot. One that loads other weights makes none."""
         limit_s = OVERDUE_STEPS * self.view.step_s + OVERDUE_S
         late = self._clock() - self.heard_at > limit_s
         return late and self.n_open > 0 and not self.updating
@@ -125,19 +124,3 @@ def all_unfit(members: Iterable[Member]) -> list[str]:
     if not all(reasons.values()):
         return []
     return [f"{name}: {reason}" for name, found in reasons.items() for reason in found]
-
-
-@dataclass(slots=True)
-class Sent:
-    """A request that was sent to a replica, and what it was chosen by."""
-
-    asked: Asked
-    member: Member
-    choice: ReplicaChoice
-    at: float
-    first: bool = True
-    """Nothing of it came yet."""
-
-    def ratio(self, now: float) -> float:
-        """Its first token's time, which is now, over the promised one."""
-        return (now - self.at + NEAR_S) / (self.choice.first_s + NEAR_S)

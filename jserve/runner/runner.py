@@ -244,6 +244,7 @@ class ModelRunner:
 
         Raises:
             WeightsError: a leaf does not fit; ``field`` is ``params.<path>``, and the old weights stay.
+            ConfigError: a directory that is none, or of another model.
         """
         if partial and self._experts is not None:
             why = "experts that move are replaced together with all else"

@@ -21,9 +21,11 @@ from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.client import InprocClient, ProcClient
 from jserve.engine.streams import MERGED_TOKENS, Stream
 from jserve.engine.wire import (
+    Control,
     Fault,
     FromEngine,
     Gone,
+    HandleReply,
     Outputs,
     Progress,
     Ready,
@@ -379,6 +381,7 @@ class ScriptedClient:
     def __init__(self):
         self.alive, self.info = True, self.info_of_next
         self.submitted, self.cancelled, self.requests = [], [], {}
+        self.asked = []
         self.closed = False
 
     def start(self, on_message):
@@ -388,6 +391,9 @@ class ScriptedClient:
     def submit(self, request):
         self.submitted.append(request.id)
         self.requests[request.id] = request
+
+    def ask(self, message):
+        self.asked.append(message)
 
     def cancel(self, request_id, index=None):
         self.cancelled.append((request_id, index))
@@ -524,6 +530,27 @@ async def test_other_weights_go_on_with_nothing_that_was_told(scripted):
     say(clients[1], "untold", 7, finish=Finish.LENGTH, attempt=1)
     told, untold = await asyncio.gather(*tasks)
     assert (tokens(told), told[-1].error_code) == ([1], "weights_changed")
+    assert tokens(untold) == [7]
+
+
+async def test_an_answer_of_updated_weights_does_not_go_on_with_those_of_the_start(scripted):
+    engine, clients, _ = scripted
+    tasks = [asyncio.create_task(outputs_of(engine, request(id))) for id in ("told", "untold")]
+    await asyncio.sleep(0)
+    say(clients[0], "told", 1)
+    update = Control(id="u", action="update_weights", source="/w")
+    updating = asyncio.create_task(engine.control(update))
+    await asyncio.sleep(0)
+    assert clients[0].asked == [update]
+    clients[0].say(HandleReply(id="u", info={"version": "1", "weights": "updated"}))
+    assert (await updating)["version"] == "1"
+    say(clients[0], "told", 2)
+    clients[0].say(Gone(exit_code=1))
+    await eventually(lambda: len(clients) == 2 and engine.ready)
+    assert clients[1].submitted == ["untold"]
+    say(clients[1], "untold", 7, finish=Finish.LENGTH, attempt=1)
+    told, untold = await asyncio.gather(*tasks)
+    assert (tokens(told), told[-1].error_code) == ([1, 2], "weights_changed")
     assert tokens(untold) == [7]
 
 

@@ -225,7 +225,7 @@ def test_weights_that_do_not_fit_leave_all_as_it_was() -> None:
         assert (answer.error_field, engine.version) == (code, "0")
         outputs += more
     for action, fields in (
-        ("update_weights", {"source": 1, "share": 0.1}),
+        ("update_weights", {"source": 1, "canary": 0.1}),
         ("rollback_weights", {}),
     ):
         answer, more = told(engine, action, **fields)

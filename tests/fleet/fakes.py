@@ -121,9 +121,9 @@ def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
     orders = config.model.model
     if orders:
         runner.slow = Path(orders) / f"slow.{os.getpid()}"
-    engine = Engine(Scheduler(limits, config, guides=kit.guides()), runner)
+    engine = Engine(Scheduler(limits, config, guides=kit.guides()), runner, weights="w1")
     return engine, {
-        "weights": "w1",
+        "weights": engine.weights,
         "max_model_len": 512,
         "vocab_size": kit.VOCAB,
         "max_num_seqs": 16,
@@ -155,9 +155,10 @@ def weighed(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]
     """An engine whose draws are a function of its weights, which are those of ``config.model.model``."""
     runner = DirectoryRunner(LIMITS)
     runner.weights = stated(config.model.model)
-    engine = Engine(Scheduler(LIMITS, config, guides=kit.guides()), runner)
+    scheduler = Scheduler(LIMITS, config, guides=kit.guides())
+    engine = Engine(scheduler, runner, weights=f"w{runner.weights}")
     facts = {"max_model_len": 512, "vocab_size": kit.VOCAB, "max_num_seqs": 16}
-    return engine, {"weights": f"w{runner.weights}", **facts}
+    return engine, {"weights": engine.weights, **facts}
 
 
 class HostClient:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import uuid
 from pathlib import Path
@@ -15,12 +14,11 @@ import pytest
 from jserve.engine.wire import Control
 from jserve.errors import BadRequest, WeightsError
 from jserve.fleet.face import FleetEngine
+from jserve.operations import EngineState
 from jserve.sampling import SamplingParams
 from jserve.types import Request
 from tests.fleet.fakes import OPTIONS, ThreadSource
 from tests.fleet.test_face import until
-
-NUMBERS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +107,7 @@ async def test_all_get_the_new_weights_and_answers_go_on_meanwhile(models):
         assert n_old
         facts = await rolling
         assert (facts["version"], facts["canary"]) == ("two", None)
+        assert EngineState.of(facts).version == "two"  # what AsyncLLM.update_weights gives
         assert set(facts["replicas"].values()) == {"two"}
         assert facts["seconds"] >= 0.9
         for i, one in enumerate(requests):
@@ -136,25 +135,45 @@ async def test_one_replica_at_a_time_gets_nothing(models):
         assert not any(c.out for c in world.fleet._router.candidates)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.9])
-async def test_what_was_begun_with_weights_ends_with_them_elsewhere(models, share):
-    """Its replica dies after the others got new weights: only one that has those of its tokens goes on with it."""
-    request = asked(1, 200)
-    ((whole,), (other,)) = [await alone(models(i), [request]) for i in (1, 2)]
+def id_for(world: World, weights: str) -> str:
+    """An id of a request that replicas with ``weights`` answer."""
+    fleet, ids = world.fleet, (f"id-{i}" for i in range(1000))
+    return next(id for id in ids if fleet._rollout.member_for(id, fleet.members).weights == weights)
+
+
+@pytest.mark.parametrize("weights", ["w1", "w2"])
+async def test_a_resumed_answer_has_the_weights_of_its_first_tokens(models, weights):
+    """Two replicas have the current weights, one is the canary; the one that answers dies."""
+    ((current,), (tried,)) = [await alone(models(i), [asked(1, 200)]) for i in (1, 2)]
     async with World(3, models(1)) as world:
         fleet = world.fleet
-        await world.order(source=models(2), share=share)  # r2, or r1 and r2
+        await world.order(source=models(2), canary=0.3)
+        request = dataclasses.replace(asked(1, 200), id=id_for(world, weights))
         running = asyncio.ensure_future(told(world, request))
         await until(lambda: any(any(s.said) for s in fleet._streams.values()))
         busy = next(one for one in fleet.members if one.n_open)
-        same = [one for one in fleet.members if one.weights == busy.weights and one is not busy]
-        alike = {"w1": whole, "w2": other}[busy.weights]
+        assert busy.weights == weights
         world.source.kill(busy.name)
         ids, _, errors = await asyncio.wait_for(running, 20.0)
-        if same:
-            assert (ids, errors) == (alike, [])
+        if weights == "w1":
+            assert (ids, errors) == (current, [])
         else:
-            assert (errors, ids) == (["weights_changed"], alike[: len(ids)])
+            assert (errors, ids) == (["weights_changed"], tried[: len(ids)])
+
+
+async def test_a_canary_whose_connection_broke_is_rolled_back_too(models):
+    """Nothing that it says of its start tells that it has other weights."""
+    async with World(2, models(1)) as world:
+        await world.order(source=models(2), canary=0.5)
+        canary = next(one for one in world.fleet.members if one.weights == "w2")
+        world.source.clients[canary.name].cut()
+        await until(lambda: len(world.fleet.members) == 1)
+        await world.order("rollback_weights")
+        await until(lambda: len(world.fleet.members) == 2)
+        for i in range(8):
+            assert set((await told(world, asked(i)))[1]) == {"0"}
+        await until(lambda: [one.weights for one in world.fleet.members] == ["w1"] * 2)
+        assert await world.versions() == ["0", "0"]
 
 
 async def test_weights_that_do_not_fit_leave_all_as_it_was(models):
@@ -184,7 +203,7 @@ async def test_one_that_cannot_take_them_gives_the_others_the_old_ones_back(mode
 
 async def test_a_canary_gets_its_share_by_id(models):
     async with World(4, models(1)) as world:
-        facts = await world.order(source=models(2), version="try", share=0.25)
+        facts = await world.order(source=models(2), version="try", canary=0.25)
         assert facts["canary"] == {"version": "try", "share": 0.25}
         assert list(facts["replicas"].values()) == ["0", "0", "0", "try"]
         requests = [dataclasses.replace(asked(i), id=f"id-{i}") for i in range(80)]
@@ -195,21 +214,21 @@ async def test_a_canary_gets_its_share_by_id(models):
         assert tried == {
             r.id for r, (_, v, _) in zip(requests, again, strict=True) if v[0] == "try"
         }
-        with pytest.raises(BadRequest, match="there is a canary"):
-            await world.order(source=models(3), share=0.5)
+        with pytest.raises(BadRequest, match="there is another one"):
+            await world.order(source=models(3), canary=0.5)
         # promotion: the same weights for all
         await world.order(source=models(2))
         assert await world.versions() == ["try"] * 4
         facts = await world.order("rollback_weights")
         assert (facts["canary"], set(facts["replicas"].values())) == (None, {"0"})
-        with pytest.raises(BadRequest, match="of before"):
+        with pytest.raises(BadRequest, match="no previous"):
             await world.order("rollback_weights")
 
 
 async def test_a_canary_is_rolled_back(models):
     (old,) = await alone(models(1), [asked()])
     async with World(2, models(1)) as world:
-        await world.order(source=models(2), share=0.9)
+        await world.order(source=models(2), canary=0.9)
         assert sorted(await world.versions()) == ["0", "1"]
         await world.order("rollback_weights")
         assert await world.versions() == ["0", "0"]
@@ -219,7 +238,7 @@ async def test_a_canary_is_rolled_back(models):
 
 async def test_whose_canary_is_gone_is_answered_by_the_others(models):
     async with World(2, models(1)) as world:
-        await world.order(source=models(2), share=0.9)
+        await world.order(source=models(2), canary=0.9)
         canary = next(one for one in world.fleet.members if one.weights == "w2")
         world.source.kill(canary.name)
         await until(lambda: len(world.fleet.members) == 1)
@@ -299,10 +318,13 @@ async def test_prefixes_are_found_under_new_weights_and_old_ones_again(models):
         assert [await cached(1), await cached(1), await cached(1)] == [0, 32, 32]
         where = [one.n_requests for one in world.fleet.members]
         request = asked(1)
-        choice = world.fleet._router.choose(world.fleet._as_asked(request))
+        choice = world.fleet._router.choose(world.fleet._asked_of(request))
         assert choice.n_cached == 32, where
-        await world.order("rollback_weights")
-        assert [await cached(1), await cached(1)] == [0, 32]
+        for order in ("rollback_weights", "reset_prefix_cache"):
+            await world.order(order)
+            assert [await cached(1), await cached(1)] == [0, 32]
+            choice = world.fleet._router.choose(world.fleet._asked_of(request))
+            assert choice.n_cached == 32, order
 
 
 @pytest.mark.parametrize(
@@ -311,9 +333,9 @@ async def test_prefixes_are_found_under_new_weights_and_old_ones_again(models):
         ({"source": {"a": 1}}, "source"),
         ({"source": "x", "partial": True}, "partial"),
         ({"source": "x", "donate": True}, "donate"),
-        ({"source": "x", "share": 1.0}, "share"),
-        ({"source": "x", "share": -0.5}, "share"),
-        ({"source": "x", "share": 0.5}, "share"),
+        ({"source": "x", "canary": 1.0}, "canary"),
+        ({"source": "x", "canary": -0.5}, "canary"),
+        ({"source": "x", "canary": 0.5}, "canary"),
     ],
 )
 async def test_what_replicas_cannot_do_is_refused_by_name(models, fields, field):
@@ -363,7 +385,7 @@ async def test_who_joins_amid_gets_no_request_before_the_weights_of_all(models):
 
 async def test_a_canary_that_is_out_is_answered_for_by_the_others(models):
     async with World(2, models(1)) as world:
-        await world.order(source=models(2), share=0.9)
+        await world.order(source=models(2), canary=0.9)
         canary = next(one for one in world.fleet.members if one.weights == "w2")
         record = world.fleet.suspicion.records[canary.name]
         record.out, record.rests_until = True, 1e18

@@ -109,6 +109,25 @@ def test_a_prefix_that_was_cached_is_exported_too(tmp_path):
     assert world.go_on("") == (alone(), 9 * Z)
 
 
+def test_pages_are_found_under_their_own_weights_and_after_an_update_back(tmp_path):
+    """Named weights, not replaced ones: what is computed is the same, and only the names keep pages apart."""
+
+    def named(engine: Engine, name: str) -> Engine:
+        engine.scheduler.reweigh("any", engine.clock(), name=name)
+        return engine
+
+    world = World(tmp_path, tmp_path)
+    world.export()
+    named(world.first, "b")
+    world.export()
+    assert len(world.files()) == 2 * 9
+    for name, n_found in (("c", 0), ("b", 9 * Z), ("", 9 * Z)):
+        world.second = named(World.engine(tmp_path), name)
+        assert world.go_on("") == (alone(), n_found), name
+    named(named(world.second, "d"), "")
+    assert world.go_on("") == (alone(), 9 * Z)
+
+
 def test_a_second_export_writes_nothing_again(tmp_path):
     world = World(tmp_path, tmp_path)
     world.export()

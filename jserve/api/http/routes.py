@@ -129,7 +129,7 @@ OPERATOR: Table = (
         "/rollback_weights",
         _ADMIN,
         admin.rollback_weights,
-        "Give replicas the weights of before",
+        "Give replicas their previous weights",
         admin.NothingBody,
     ),
     Route("GET", "/weight_info", _ADMIN, admin.weight_info, "The version of the weights"),

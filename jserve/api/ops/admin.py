@@ -8,7 +8,7 @@ The port is off unless asked for, and never that of the public API. ::
     POST /pause  /resume       {"mode": "abort", "wait" or "keep"}; GET /is_paused
     POST /sleep  /wake_up      {"tags": ["kv_cache", "weights"]}; GET /is_sleeping
     POST /update_weights       {"weight_dir": "...", "version": "...", "running": "recompute"}; GET /weight_info
-    POST /rollback_weights     with replicas: back to the weights of before
+    POST /rollback_weights     with replicas: back to the previous weights
 
 Names and modes are vLLM's; those of ``/pause``, ``/sleep`` and ``/wake_up`` may stand in the query, as its clients send
 them.
@@ -61,8 +61,8 @@ class WeightsBody(Fields):
     version: str | None = None
     running: Literal["recompute", "mix", "finish", "abort"] | None = None
     """The fate of running requests."""
-    share: float | None = None
-    """With replicas, the part of new requests that a canary of the new weights gets; by default all get them."""
+    canary: float | None = None
+    """With replicas, the share of new requests that get the new weights at first; by default all get them."""
 
 
 _MODES = {"wait": "finish"}
@@ -114,7 +114,7 @@ async def update_weights(request: web.Request, front: Front) -> web.StreamRespon
     given = {
         "version": body.version or "",
         "running": body.running or "",
-        "share": body.share or 0.0,
+        "canary": body.canary or 0.0,
     }
     return json_response(await _told(front, "update_weights", source=body.weight_dir, **given))
 

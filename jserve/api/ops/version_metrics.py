@@ -1,6 +1,6 @@
-"""First tokens and ends by version of the weights: an operator compares two that both answer.
+"""Latency and success by version of the weights, so that an operator can compare a canary with the rest.
 
-Versions are the operator's words and may be many (a trainer names each update): the latest ``KEPT`` have figures.
+Operators choose versions, and a trainer makes many: only the ``KEPT`` most recently used ones have series.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VersionMetrics:
             registry=registry,
         )
         self._series: OrderedDict[str, set[str]] = OrderedDict()
-        """By version, the one seen last at the end: ``FIRST`` and reasons of ends."""
+        """By version, least recently used first: ``FIRST`` and the reasons of ends."""
 
     def first(self, version: str, seconds: float) -> None:
         self._keep(version, FIRST)
@@ -48,7 +48,7 @@ class VersionMetrics:
         self._ended.labels(self._model, version, reason).inc()
 
     def _keep(self, version: str, series: str) -> None:
-        """``version`` has this series; those of the version that was seen last the longest ago go."""
+        """Note a series of ``version``; those of the least recently used version go, where there are too many."""
         self._series.setdefault(version, set()).add(series)
         self._series.move_to_end(version)
         if len(self._series) > KEPT:

@@ -151,10 +151,10 @@ async def test_pause_sleep_and_weights_have_vllms_names_and_modes(srv):
             ("wake", ["kv"]),
             ("wake", ["weights"]),
         ]
-        body = {"weight_dir": "/w", "version": "step-3", "running": "mix", "share": 0.05}
+        body = {"weight_dir": "/w", "version": "step-3", "running": "mix", "canary": 0.05}
         status, answer = await post("/update_weights", body)
         assert (status, answer["version"]) == (200, "step-3")
-        assert (asked[-1].source, asked[-1].running, asked[-1].share) == ("/w", "mix", 0.05)
+        assert (asked[-1].source, asked[-1].running, asked[-1].canary) == ("/w", "mix", 0.05)
         assert (await post("/rollback_weights"))[0] == 200
         assert asked[-1].action == "rollback_weights"
         srv.engine.disobeys = WeightsError("no", field="params.embed")
