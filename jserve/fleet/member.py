@@ -54,9 +54,8 @@ class Member(Replica):
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Stats) and message.view is not None:
-            self.weights = (
-                message.view.weights
-            )  # that of an earlier connection may have changed them
+            # An earlier connection may have changed those that the replica started with.
+            self.weights = message.view.weights
         super()._on_message(message)
 
     @property

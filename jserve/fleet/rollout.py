@@ -120,8 +120,8 @@ class Rollout:
             self._busy = False
 
     def begin_catch_up(self, member: Member, members: Seq[Member]) -> bool:
-        """True if ``member``, one of ``members``, has other weights than it should: it gets no new requests from now on,
-        and ``catch_up`` must be called."""
+        """True if ``member``, one of ``members``, has other weights than it should: it gets no new requests from
+        now on, and ``catch_up`` must be called."""
         if member.updating or (self._busy and member in self._checked):
             return False
         if self._expected(member, members) is self.weights_of(member):
