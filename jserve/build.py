@@ -597,8 +597,9 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
 
 def check_one_engine(config: EngineConfig) -> None:
     """Raises ConfigError for options of replicas where there are none."""
-    if config.fleet.roles:
-        raise ConfigError("roles are of replicas, and there are none", field="roles")
+    for name in ("roles", "max_replicas"):
+        if getattr(config.fleet, name):
+            raise ConfigError(f"{name}: there are no replicas", field=name)
 
 
 def close(engine: DrivenEngine) -> None:

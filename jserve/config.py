@@ -491,6 +491,12 @@ class FleetOptions:
     replicas: int = opt(
         0, "engines behind this server, on Ray Serve; 0: one engine, without Ray", min=0, max=256
     )
+    max_replicas: int = opt(
+        0,
+        "most replicas, which are started and stopped by the load; 0: as many as --replicas",
+        min=0,
+        max=256,
+    )
     ray_address: str = opt(
         "", "address of a Ray cluster, or auto; empty starts Ray on this machine"
     )

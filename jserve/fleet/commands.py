@@ -5,7 +5,7 @@ A cache is where it was made, and gone with its replica.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from jserve.engine.wire import Control, HandleCommand, HandleReply
 from jserve.errors import BadRequest, CacheNotFound, shown
@@ -29,6 +29,11 @@ class HandlePlaces:
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, str], Member] = {}
+
+    @property
+    def places(self) -> Iterable[Member]:
+        """The replicas that have caches."""
+        return self._places.values()
 
     def find(self, tenant: str, name: str) -> Member:
         """The replica that has the cache. Raises CacheNotFound."""

@@ -25,6 +25,7 @@ from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Stats
 from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
+from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.member import Member, all_unfit, state_of
 from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
@@ -32,6 +33,7 @@ from jserve.fleet.roles import lacking
 from jserve.fleet.rollout import ACTIONS, Rollout
 from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
+from jserve.fleet.scale_down import ScaleDown
 from jserve.fleet.sent import Sent, SentRequests
 from jserve.fleet.source import ReplicaSource
 from jserve.fleet.suspicion import RetryBudget, Suspicion
@@ -56,6 +58,7 @@ class FleetEngine(EngineFace):
         policy: one of ``fleet.router.POLICIES``.
         roles: of ``fleet.roles.parse_roles``.
         model: the weights that replicas start with, as ``update_weights`` takes them.
+        autoscaler: says which replicas are no longer needed, where ``source`` starts more by the load.
         health: limits of ``degraded_reasons`` of each replica.
         clock: monotonic seconds.
         rest: as ``EngineFace``.
@@ -73,6 +76,7 @@ class FleetEngine(EngineFace):
         policy: str = "seconds",
         roles: dict[str, int] | None = None,
         model: str = "",
+        autoscaler: Autoscaler | None = None,
         health: HealthLimits | None = None,
         clock: Clock = time.monotonic,
         **rest: Any,
@@ -82,11 +86,12 @@ class FleetEngine(EngineFace):
         self._resumption = Resumption(PATIENCE)
         self._router = ReplicaRouter(policy=policy)
         self.suspicion, self._budget = Suspicion(), RetryBudget()
+        self._scale_down = ScaleDown(source, self.suspicion, autoscaler or Autoscaler())
         self._prefills, self._roles = RemotePrefills(clock), roles or {}
         self._rollout = Rollout(model, self._ask, self._weigh)
         self._sent = SentRequests(self._router, self._rollout)
         self._members: dict[str, Member] = {}
-        self._wanted: set[str] = set()
+        self._listed: set[str] = set()
         self._handles = HandlePlaces()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._info: dict[str, Any] = {}
@@ -144,7 +149,8 @@ class FleetEngine(EngineFace):
         await self._source.close()
 
     def stats(self) -> Stats:
-        return totals(one.stats for one in self.members)
+        summed = totals(one.stats for one in self.members)
+        return msgspec.structs.replace(summed, values=summed.values | self._scale_down.values())
 
     def healthy(self) -> bool:
         moves = [one.without_step_s() <= self._stall_timeout_s for one in self.members]
@@ -161,14 +167,20 @@ class FleetEngine(EngineFace):
 
     def _on_change(self, names: Iterable[str]) -> None:
         """The source has these replicas now."""
-        self._wanted = set(names)
-        for name in [name for name in self._members if name not in self._wanted]:
+        self._listed = set(names)
+        self._scale_down.listed(self._listed)
+        self._join_and_leave()
+
+    def _join_and_leave(self) -> None:
+        wanted = self._listed - self._scale_down.retired
+        for name in [name for name in self._members if name not in wanted]:
             self._leave(self._members[name])
-        for name in self._wanted - set(self._members):
+        for name in wanted - set(self._members):
             self._join(name)
 
     def _join(self, name: str) -> None:
-        if self._closing or name in self._members or name not in self._wanted:
+        wanted = name in self._listed and name not in self._scale_down.retired
+        if self._closing or name in self._members or not wanted:
             return
         client = self._source.client(name)
         number = self._router.join()
@@ -492,6 +504,24 @@ class FleetEngine(EngineFace):
         for member in self.members:
             self._check_weights(member)
             self._weigh(member)
+        self._stop_surplus()
+
+    def _stop_surplus(self) -> None:
+        """Retire a replica that the load no longer needs; none that has named caches, and none while other weights
+        are tried."""
+        now, members = self._clock(), self.members
+        self._scale_down.observe(now, members)
+        if self._rollout.busy or self._rollout.has_canary or len(members) < len(self._members):
+            return
+        member = self._scale_down.surplus(now, members, self._handles.places)
+        if member is not None:
+            self._scale_down.retired.add(member.name)
+            self._leave(member)
+            self._spawn(self._retire(member))
+
+    async def _retire(self, member: Member) -> None:
+        await self._scale_down.retire(member)
+        self._join_and_leave()  # where it could not be told to end
 
     def _out(self, member: Member, *, silent: bool) -> None:
         member.silent = member.silent or silent

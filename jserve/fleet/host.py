@@ -44,7 +44,9 @@ from jserve.engine.wire import (
     take_frames,
 )
 from jserve.errors import EngineDead
+from jserve.fleet.autoscale import LOAD_VALUES
 from jserve.fleet.describe import describe
+from jserve.fleet.serve_policy import RETIRED
 from jserve.types import Output, Request
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ SILENT_S = 15.0
 """A front that sends nothing for so long, not even an empty frame, is gone."""
 LAST_WORDS_S = 0.5
 """Between the end of the engine and that of its process."""
+RETIRED_S = 10.0
+"""A retired replica lives on for so long, until Serve has heard of it: one that is gone by then is not replaced."""
 
 
 class NoConnection(Exception):
@@ -142,6 +146,7 @@ class EngineHost:
         self._stats = Stats()
         self._n_submitted = 0
         self._why, self._gone = "", False
+        self._retired = False
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._started = threading.Event()
         self._client = InprocClient(EngineConfig.of(**config), described(build), alone=True)
@@ -154,6 +159,20 @@ class EngineHost:
         """Raises EngineDead where the engine is gone."""
         if self._gone:
             raise EngineDead(self._why)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What ``fleet.serve_policy`` reads; called by Serve, which finds this method by its name."""
+        values = self._stats.values
+        load = {name: values.get(name, 0.0) for name in LOAD_VALUES}
+        return {**load, RETIRED: float(self._retired)}
+
+    async def retire(self, name: str) -> None:
+        """Nobody needs this replica, called ``name``, any more: it ends soon, and is not replaced."""
+        if not self._retired:
+            self._retired = True
+            timer = threading.Timer(RETIRED_S, self._client.close)
+            timer.daemon = True
+            timer.start()
 
     async def talk(self, name: str, connection: str) -> AsyncGenerator[bytes, None]:
         """Open ``connection``: all that its front is told, as frames, until it is gone. ``name`` is this
@@ -269,8 +288,10 @@ class EngineHost:
         for front in self._connections.values():
             front.close()
         if self._started.is_set():
-            log.error("the engine is gone, and this replica with it: %s", self._why)
-            timer = threading.Timer(LAST_WORDS_S, self._end, [message.exit_code or EXIT_CRASH])
+            if not self._retired:
+                log.error("the engine is gone, and this replica with it: %s", self._why)
+            code = 0 if self._retired else message.exit_code or EXIT_CRASH
+            timer = threading.Timer(LAST_WORDS_S, self._end, [code])
             timer.daemon = True
             timer.start()
         self._started.set()

@@ -17,6 +17,7 @@ import os
 import re
 import threading
 import uuid
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,7 @@ from jserve.engine.wire import (
 from jserve.errors import ConfigError, EngineDead
 from jserve.fleet import membership
 from jserve.fleet.host import EngineHost
+from jserve.fleet.serve_policy import ServePolicy
 from jserve.fleet.source import OnChange
 from jserve.types import Request
 
@@ -49,7 +51,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray  # pyright: ignore[reportMissingImports]
     from ray import serve  # pyright: ignore[reportMissingImports]
-    from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
+    from ray.serve.config import (  # pyright: ignore[reportMissingImports]
+        AutoscalingConfig,
+        AutoscalingPolicy,
+        RequestRouterConfig,
+    )
     from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
         PendingRequest,
         RequestRouter,
@@ -69,6 +75,8 @@ BEAT_S = 3.0
 """A front with nothing to say sends an empty frame so often."""
 HEALTH_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 """Serve asks a replica for its health so often, and replaces one that has not answered thrice."""
+LOADS_S = 2.0
+"""Replicas tell Serve of their load so often."""
 MANY = 1 << 20
 """Calls at once that Serve lets through: engines refuse by themselves."""
 OBJECT_STORE_BYTES = 128 << 20
@@ -192,16 +200,28 @@ class RayReplicas:
         config: options of all engines; ``config.fleet`` says how many and where.
         build: ``module:function`` of an ``engine.process.Build``, found in the replicas' Python path.
         app: name of the application; one of that name is replaced replica by replica.
+        autoscaler: arguments of the ``Autoscaler`` that says when more are needed.
     """
 
-    def __init__(self, config: EngineConfig, build: str, app: str = "jserve") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        build: str,
+        app: str = "jserve",
+        autoscaler: dict[str, float] | None = None,
+    ) -> None:
         self._config, self._build, self._app = config, build, app
+        self._autoscaler = autoscaler or {}
         self._handle: Any = None
         self._ours = False
 
     @property
     def n(self) -> int:
         return self._config.fleet.replicas
+
+    @property
+    def scales(self) -> bool:
+        return self._config.fleet.max_replicas > self.n
 
     async def start(self, on_change: OnChange) -> None:
         loop = asyncio.get_running_loop()
@@ -231,6 +251,13 @@ class RayReplicas:
 
     def client(self, name: str) -> RayClient:
         return RayClient(self._handle, name)
+
+    async def retire(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._handle.options(stream=False).retire.remote(name)
+        except Exception as error:
+            raise EngineDead(f"it does not answer: {type(error).__name__}") from None
 
     async def close(self) -> None:
         membership.WATCHERS.pop(self._app, None)
@@ -264,7 +291,7 @@ class RayReplicas:
         deployment: Any = serve.deployment(EngineHost)
         bound = deployment.options(
             name=DEPLOYMENT,
-            num_replicas=options.replicas,
+            **self._numbers(options),
             max_ongoing_requests=MANY,
             health_check_period_s=HEALTH_S,
             health_check_timeout_s=HEALTH_TIMEOUT_S,
@@ -274,6 +301,26 @@ class RayReplicas:
             request_router_config=RequestRouterConfig(request_router_class=_path(Pinned)),
         ).bind(self._engine_options(), self._build)
         return serve.run(bound, name=self._app, route_prefix=None)
+
+    def _numbers(self, options: FleetOptions) -> dict[str, Any]:
+        if options.max_replicas <= options.replicas:
+            return {"num_replicas": options.replicas}
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # else it is an environment variable of replicas
+            scaling = AutoscalingConfig(
+                min_replicas=options.replicas,
+                initial_replicas=options.replicas,
+                max_replicas=options.max_replicas,
+                metrics_interval_s=LOADS_S,
+                upscale_delay_s=0.0,
+                downscale_delay_s=0.0,
+                policy=AutoscalingPolicy(
+                    policy_function=_path(ServePolicy), policy_kwargs=self._autoscaler
+                ),
+            )
+        return {"autoscaling_config": scaling}
 
     def _reason(self) -> str:
         """The engine's own words, which Serve has at the end of a traceback; empty: it has none."""

@@ -16,7 +16,12 @@ class ReplicaSource(Protocol):
 
     @property
     def n(self) -> int:
-        """Replicas that are wanted."""
+        """Replicas that are wanted at least."""
+        ...
+
+    @property
+    def scales(self) -> bool:
+        """It starts more where the load needs them; those above ``n`` may be retired."""
         ...
 
     async def start(self, on_change: OnChange) -> None:
@@ -30,6 +35,14 @@ class ReplicaSource(Protocol):
 
     def client(self, name: str) -> EngineClient:
         """A fresh, unstarted client of the engine of replica ``name``."""
+        ...
+
+    async def retire(self, name: str) -> None:
+        """Stop replica ``name`` and start none in its place.
+
+        Raises:
+            EngineDead: it does not answer.
+        """
         ...
 
     async def close(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jserve.config import EngineConfig
+from jserve.config import EngineConfig, FleetOptions
+from jserve.errors import ConfigError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.roles import parse_roles
 from jserve.fleet.shared_pages import with_shared_pages
@@ -21,8 +22,16 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
     """
     from jserve.fleet.on_ray import RayReplicas
 
+    _check_numbers(config.fleet)
     roles = parse_roles(config.fleet.roles, config.fleet.replicas)
     if roles:
         config = with_shared_pages(config)
     replicas = RayReplicas(config, build)
     return FleetEngine(replicas, policy=config.fleet.router, roles=roles, **options)
+
+
+def _check_numbers(options: FleetOptions) -> None:
+    if options.max_replicas and options.max_replicas < options.replicas:
+        raise ConfigError("max_replicas must not be below replicas", field="max_replicas")
+    if options.max_replicas > options.replicas and options.roles:
+        raise ConfigError("the number of replicas with roles is fixed", field="max_replicas")

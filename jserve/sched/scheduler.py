@@ -28,6 +28,7 @@ from jserve.ports import Guide, Guides, Journal, Proposer, RunnerLimits
 from jserve.sched import policy, sampled
 from jserve.sched.admission import check as admission, estimate
 from jserve.sched.admission.deadlines import Deadlines
+from jserve.sched.admission.demand import Demand
 from jserve.sched.admission.gate import AdmissionGate
 from jserve.sched.cache.disk_wait import DiskWaits
 from jserve.sched.cache.prefix_wait import PrefixWaits
@@ -90,6 +91,14 @@ class Scheduler:
             self.resources, limits, self.speculation, guided=guides is not None
         )
         self.gate = AdmissionGate(self.options, self.cap, self.resources)
+        cache = self.resources.cache
+        self.demand = Demand(
+            self.costs,
+            self.resources.lengths,
+            max_rows=limits.max_decode_rows,
+            chunk=self.cap.most,
+            kv_tokens=cache.pool.n_usable * cache.page_size,
+        )
         self.prefill_planner = PrefillPlanner(
             self.resources, self.gate, self.prefix_waits, self.disk_waits, self.bisection
         )
@@ -109,6 +118,7 @@ class Scheduler:
                 self.speculation,
                 self.scores,
                 self.deadlines,
+                self.demand,
             ),
             vocab_size=limits.vocab_size,
             journal=journal,
@@ -161,7 +171,9 @@ class Scheduler:
             self.gate.finish_intervals.busy_from(now)
         group = [self._sequence(request, i, max_len, now) for i in request.open_choices]
         self.groups[request.id] = group
-        for seq in group:
+        n_cached = self.resources.tokens_known(request)
+        for i, seq in enumerate(group):
+            self.demand.add(seq, n_cached if i == 0 else seq.n_prompt)  # a prompt is computed once
             self.resources.waiting.add(seq)
             self._watch(seq, now)
         self.gate.update()
@@ -403,6 +415,8 @@ class Scheduler:
             **self.deadlock.counters(),
             **self.resources.vocab_rows.counters(),
             **self.finalizer.counters(),
+            **self.demand.counters(),
+            "queue_seconds": self.gate.queue_s(),
             "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),
         }

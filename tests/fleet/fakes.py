@@ -241,6 +241,8 @@ class ThreadSource:
         self.tasks: list[asyncio.Task[None]] = []
         self.clients: dict[str, HostClient] = {}
         self.held: dict[str, asyncio.Event] = {}
+        self.scales = False
+        self.retired: list[str] = []
 
     async def start(self, on_change: Any) -> None:
         self._on_change = on_change
@@ -258,6 +260,10 @@ class ThreadSource:
         self._all.append(self.hosts[name])
         self._on_change(self.hosts)
         return name
+
+    async def retire(self, name: str) -> None:
+        self.retired.append(name)
+        await self.remove(name)
 
     async def remove(self, name: str) -> None:
         """``name`` is stopped, as by a scale-down."""

@@ -26,6 +26,7 @@ if importlib.util.find_spec("ray") is None:
 
 from jserve.config import EngineConfig
 from jserve.engine.wire import Control
+from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.on_ray import RayReplicas
 from jserve.fleet.router import POLICIES
@@ -290,6 +291,41 @@ async def test_d10_one_three_one_replicas(drill):
 
     assert await under_load(drill, one_three_one()) > 2
     assert drill.fleet.counters["moved"] > 0
+
+
+async def test_the_number_follows_the_load(orders):
+    """One replica, more than it can do, three, nothing to do, one: Serve starts them, the front chooses who ends."""
+    config = EngineConfig.of(**OPTIONS, replicas=1, max_replicas=N, model=str(orders))
+    limits = {"window_s": 3.0, "hold_s": 10.0}
+    source = RayReplicas(config, "tests.fleet.fakes:build", app="scaled", autoscaler=limits)
+    fleet = FleetEngine(source, autoscaler=Autoscaler(**limits))
+    try:
+        await fleet.start()
+        first = fleet.members[0].name
+        asked = requests(60, 60)
+        whole = await undisturbed(asked)
+        began = time.monotonic()
+        while len(fleet.members) < N:
+            assert time.monotonic() - began < 120.0, "nobody was started"
+            for one in fleet.members:  # a device that takes longer than this machine's cores
+                (orders / f"slow.{one.info['pid']}").write_text("6")
+            assert await answers(fleet, asked) == whole
+        print(f"three replicas after {time.monotonic() - began:.1f} s")
+        running = asyncio.ensure_future(answers(fleet, asked[:3]))
+        fleet._scale_down.autoscaler.saved_s |= {one.name: 9.0 for one in fleet.members[1:]}
+        assert await running == whole[:3]
+        seen = {one.name for one in fleet.members}
+        began = time.monotonic()
+        while len(fleet.members) > 1 or len(fleet._listed) > 1:
+            assert time.monotonic() - began < 120.0, "nobody was stopped"
+            assert await answers(fleet, asked[:1]) == whole[:1]
+            seen |= {one.name for one in fleet.members}
+        print(f"one replica after {time.monotonic() - began:.1f} s")
+        assert first not in {one.name for one in fleet.members}, "its cache had saved least"
+        assert len(seen) == N, "nobody was started in place of one that ended"
+        assert fleet.counters["engine_deaths"] == 0
+    finally:
+        await fleet.close()
 
 
 async def test_d11_ten_times_what_fits(drill):

@@ -38,9 +38,11 @@ class Lengths:
         gain = max(GAIN, 1 / self._n[lane])
         self._mean[lane] += gain * (seq.n_output - self._mean[lane])
 
-    def expected(self, lane: Lane, most: int) -> int:
-        """Output tokens to expect of a new sequence; ``most`` of them where nothing has ended yet."""
-        return min(most, round(self._mean[lane])) if self._n[lane] else most
+    def expected(self, lane: Lane, most: int, first: int | None = None) -> int:
+        """Output tokens to expect of a new sequence; where nothing has ended yet ``first`` or, without that, ``most``
+        of them."""
+        mean = round(self._mean[lane]) if self._n[lane] else first
+        return most if mean is None else min(most, mean)
 
     def left(self, seq: Sequence) -> int:
         """Tokens ``seq`` is expected to grow by; 0 where nothing has ended yet.
