@@ -322,6 +322,12 @@ def simulate(
     retries: Annotated[int, typer.Option(help="times a refused client sends again", min=0)] = 0,
     jitter: Annotated[float, typer.Option(help="sigma of a log-normal step time", min=0.0)] = 0.0,
     replicas: Annotated[int, typer.Option(help="engines behind one router", min=1)] = 1,
+    max_replicas: Annotated[
+        int, typer.Option(help="most engines, started and stopped by the load; 0: fixed", min=0)
+    ] = 0,
+    start_s: Annotated[
+        float, typer.Option(help="seconds until a started engine is ready", min=0.0)
+    ] = 60.0,
     router: Annotated[
         str, typer.Option(help="seconds, lmetric, p2c, round_robin or random")
     ] = "seconds",

@@ -1,8 +1,7 @@
 """The asyncio interface over several engines, of which requests choose by price and outlive any.
 
-It owns who is a member, which request is where, and what becomes of requests whose replica is lost, silent, slow or
-stopped: they go on elsewhere behind what was told (``engine.resume``). Who places replicas and starts others is the
-``ReplicaSource``.
+It owns who is a member, and watches them; where requests go is ``fleet.placement``'s. Who places replicas and starts
+others is the ``ReplicaSource``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,18 +26,16 @@ from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.member import Member, all_unfit, state_of
-from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
+from jserve.fleet.placement import Placement
 from jserve.fleet.roles import lacking
 from jserve.fleet.rollout import ACTIONS, Rollout
-from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.scale_down import ScaleDown
-from jserve.fleet.sent import Sent, SentRequests
 from jserve.fleet.source import ReplicaSource
-from jserve.fleet.suspicion import RetryBudget, Suspicion
+from jserve.fleet.suspicion import Suspicion
 from jserve.fleet.totals import totals
 from jserve.ports import Clock
-from jserve.types import Finish, HandleInfo, Lane, Output, Request
+from jserve.types import HandleInfo, Output
 
 log = logging.getLogger(__name__)
 
@@ -85,19 +81,28 @@ class FleetEngine(EngineFace):
         self._source, self._health = source, health
         self._resumption = Resumption(PATIENCE)
         self._router = ReplicaRouter(policy=policy)
-        self.suspicion, self._budget = Suspicion(), RetryBudget()
+        self.suspicion = Suspicion()
         self._scale_down = ScaleDown(source, self.suspicion, autoscaler or Autoscaler())
-        self._prefills, self._roles = RemotePrefills(clock), roles or {}
+        self._roles = roles or {}
         self._rollout = Rollout(model, self._ask, self._weigh)
-        self._sent = SentRequests(self._router, self._rollout)
         self._members: dict[str, Member] = {}
         self._listed: set[str] = set()
         self._handles = HandlePlaces()
+        self._placement = Placement(
+            self._members,
+            self._router,
+            self._handles,
+            self._rollout,
+            self.suspicion,
+            self._resumption,
+            roles=bool(self._roles),
+            clock=clock,
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
         self._info: dict[str, Any] = {}
         self._closing = False
         self._gave_up = asyncio.Event()
-        self._fleet = dict.fromkeys(["engine_deaths", "silent", "moved"], 0)
+        self._fleet = dict.fromkeys(["engine_deaths", "silent"], 0)
 
     @property
     def members(self) -> list[Member]:
@@ -123,7 +128,9 @@ class FleetEngine(EngineFace):
     @property
     def counters(self) -> dict[str, int]:
         told = {"resumed": self._resumption.n_resumed, "ejected": self.suspicion.n_ejected}
-        done, failed = self._prefills.n_done, self._prefills.n_failed
+        placement = self._placement
+        told["moved"] = placement.n_moved
+        done, failed = placement.prefills.n_done, placement.prefills.n_failed
         remote = {"remote_prefills": done, "remote_prefills_failed": failed}
         degraded = sum(one.health.n_degraded for one in self.members)
         return {**told, **remote, **self._fleet, "degraded": degraded, **self._counts}
@@ -136,11 +143,12 @@ class FleetEngine(EngineFace):
             await asyncio.sleep(LOOKS_S)
         told(STARTING, n, n)
         self._info = dict(self.members[0].info)
+        self._placement.page_size = self._info["page_size"]
         self._spawn(self._watch())
         return self._info
 
     async def close(self) -> None:
-        self._closing = True
+        self._closing = self._placement.closed = True
         self._fail_all("the engine was closed", EngineDead.code, cancel=False)
         for task in self._tasks:
             task.cancel()
@@ -198,7 +206,7 @@ class FleetEngine(EngineFace):
         """It is being stopped: what it works on goes on elsewhere."""
         self._forget(member)
         member.supervisor.stop()
-        self._move(member, "the replica was stopped", blamed=False)
+        self._placement.move(member, "the replica was stopped", blamed=False)
         self._spawn(member.supervisor.close())
 
     def lost(self, replica: Replica, streams: list[Stream], why: str) -> None:
@@ -210,7 +218,7 @@ class FleetEngine(EngineFace):
         if not self._closing:
             self._fleet["engine_deaths"] += 1
             log.warning("replica %s is lost: %s", replica.name, why)
-        self._park(streams, f"the engine died: {why}")
+        self._placement.park(streams, f"the engine died: {why}")
         self._fail_asked(f"the engine died: {why}", EngineDead.code, replica)
         if not self._closing:
             asyncio.get_running_loop().call_later(REJOIN_S, self._join, replica.name)
@@ -263,180 +271,25 @@ class FleetEngine(EngineFace):
             raise EngineDead("no replica is ready", retry_after=5.0)
 
     def _place(self, stream: Stream, ttl_s: float | None) -> None:
-        request, router = stream.request, self._router
-        asked = self._asked_of(request)
-        bound = self._bound_to(request, ttl_s)
-        if bound is None and self._roles and may_be_remote(request):
-            prefill = router.choose_prefill(asked)
-            if prefill is not None:
-                self._send_prefill(self._prefills.begin(stream), asked, prefill)
-                return
-        choice = router.choose(asked) if bound is None else router.assign(asked, bound.number)
-        self._send(stream, request, asked, choice, ttl_s)
-
-    def _send(
-        self,
-        stream: Stream,
-        request: Request,
-        asked: Asked,
-        choice: ReplicaChoice,
-        ttl_s: float | None = None,
-    ) -> None:
-        """Hand ``request``, an attempt at that of ``stream``, to the replica of ``choice``."""
-        member = self._numbered(choice.replica)
-        self._sent.add(request.id, Sent(asked, member, choice, self._clock()))
-        try:
-            member.work_on(stream, request, ttl_s)
-        except JserveError:
-            self._over(stream)
-            raise
-
-    def _send_prefill(self, prefill: Stream, asked: Asked, choice: ReplicaChoice) -> None:
-        try:
-            self._send(prefill, prefill.request, asked, choice)
-        except JserveError:
-            self._prefills.lost(prefill)
-            raise
-
-    def _answer(self, stream: Stream, source: str, *, ready: bool) -> None:
-        """Answer ``stream``, whose prefill is over, where that costs least. ``ready``: all its full pages are at
-        ``source``; otherwise some may be."""
-        if not stream.open or self._closing:
-            return
-        asked = self._asked_of(stream.request)
-        if ready:
-            asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
-        try:
-            choice = self._router.choose(asked)
-            self._send(stream, after_prefill(stream, source), asked, choice)
-        except NotReady:
-            self._park([stream], "no replica")
-        except JserveError as error:
-            stream.end(Finish.ERROR, error.message, error.code)
-
-    def _on_prefill(self, replica: Replica, output: Output) -> None:
-        """``output`` of a request that only computes a prompt."""
-        sent = self._sent.get(output.request_id)
-        if sent is None or sent.member is not replica:
-            return
-        stream = self._prefills.ended(output)
-        if stream is not None:
-            self._sent.settle(output.request_id)
-            replica.streams.pop(output.request_id, None)
-            ready = output.finish in (Finish.STOP, Finish.LENGTH)
-            self._answer(stream, replica.info.get("kv_transfer_address") or "", ready=ready)
-
-    def _asked_of(self, request: Request, resumed: Stream | None = None) -> Asked:
-        return self._sent.asked(request, self.members, self._info["page_size"], resumed)
-
-    def _bound_to(self, request: Request, ttl_s: float | None) -> Member | None:
-        """The replica that has to take ``request`` at any price: that of its cache, or one that has rested and is
-        tried with a request that is in no hurry."""
-        if request.cache is not None:
-            if ttl_s is None:
-                return self._handles.find(request.tenant, request.cache)
-            return self._handles.make(request.tenant, request.cache, self.members)
-        if request.lane == Lane.INTERACTIVE or request.ttft_deadline_ms is not None:
-            return None
-        name = self.suspicion.due(self._clock())
-        if name is None or not (self._members[name].may_get and self._members[name].ready):
-            return None
-        self.suspicion.probe(name, request.id)
-        return self._members[name]
-
-    def _numbered(self, number: int) -> Member:
-        return next(one for one in self._members.values() if one.number == number)
+        self._placement.place(stream, ttl_s)
 
     def _deliver(self, replica: Replica, output: Output) -> None:
-        if self._prefills.has(output.request_id):
-            self._on_prefill(replica, output)
+        placement = self._placement
+        if placement.prefills.has(output.request_id):
+            placement.on_prefill(replica, output)
             return
-        sent = self._sent.get(output.request_id)
-        if sent is not None and sent.member is replica and sent.first and output.token_ids:
-            sent.first, now = False, self._clock()
-            self.suspicion.observe(sent.member.name, sent.ratio(now))
-            self.suspicion.probed(sent.member.name, output.request_id, sent.ratio(now), now)
-        if output.finish in (Finish.STOP, Finish.LENGTH):
-            self._budget.earned()
-        if output.error_code != Overloaded.code or not self._asks_another(replica, output):
-            super()._deliver(replica, output)
-
-    def _asks_another(self, replica: Replica, refusal: Output) -> bool:
-        """A refused request goes to another replica, if one is left that may have room: views are never new
-        enough to know."""
-        stream, sent = self._streams.get(refusal.request_id), self._sent.get(refusal.request_id)
-        if stream is None or sent is None or sent.member is not replica:
-            return False
-        left = len(self.members) - 1 - stream.attempt
-        late = refusal.attempt != stream.attempt
-        if late or any(stream.said) or left <= 0 or not self._budget.spend(1):
-            return False
-        candidate = self._router.candidates[sent.member.number]
-        out, candidate.out = candidate.out, True
-        replica.streams.pop(refusal.request_id)
-        stream.replica = None
-        stream.excuse()
-        self._fleet["moved"] += 1
-        self._park([stream], refusal.error or "refused")
-        self._go_on()
-        candidate.out = out
-        return True
+        placement.told(replica, output)
+        stream = self._streams.get(output.request_id)
+        if stream is not None and output.error_code == Overloaded.code:
+            if placement.asks_another(stream, replica, output):
+                return
+        super()._deliver(replica, output)
 
     def _over(self, stream: Stream) -> None:
-        prefill = self._prefills.forget(stream.request.id)
-        if prefill is not None:
-            sent = self._sent.settle(prefill)
-            if sent is not None and sent.member.streams.pop(prefill, None) is not None:
-                sent.member.cancel(prefill)
-        sent = self._sent.settle(stream.request.id)
-        if sent is not None:
-            self._sent.learn(stream)
-            self.suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
-
-    def _park(self, streams: list[Stream], why: str) -> None:
-        for stream in streams:
-            self._sent.settle(stream.request.id)
-        prefills = [stream for stream in streams if self._prefills.has(stream.request.id)]
-        self._resumption.park([s for s in streams if s not in prefills], why, EngineDead.code)
-        for prefill in prefills:
-            waits = self._prefills.lost(prefill)
-            if waits is not None:
-                self._answer(waits, "", ready=False)
-
-    def _move(self, member: Member, why: str, *, blamed: bool, n: int | None = None) -> None:
-        """All that it works on, or the ``n`` oldest, go on elsewhere. ``blamed``: they may be why it hangs."""
-        streams = member.give_up(n)
-        for stream in () if blamed else streams:
-            stream.excuse()
-        self._fleet["moved"] += len(streams)
-        self._park(streams, why)
-        self._go_on()
+        self._placement.over(stream)
 
     def _go_on(self) -> None:
-        """Resume all that wait, each at the replica that is cheapest for it; those for whom there is none now
-        wait on."""
-        for stream in self._resumption.take():
-            target = self._target(stream)
-            if target is None:
-                self._resumption.park([stream], "no replica", EngineDead.code)
-            else:
-                self._sent.add(stream.request.id, target)
-                self._resumption.go_on(stream, target.member)
-
-    def _target(self, stream: Stream) -> Sent | None:
-        """The replica that goes on with ``stream``, if there is one now: with the same weights, where something was
-        told."""
-        if self._closing or not self._info:
-            return None
-        asked = self._asked_of(stream.request, stream)
-        try:
-            choice = self._router.choose(asked)
-        except NotReady:
-            able = [one for one in self.members if one.may_get and one.view.ready]
-            if not able or any(one.weights == stream.weights for one in self._members.values()):
-                return None
-            choice = self._router.assign(asked, able[0].number)  # which ends it: other weights
-        return Sent(asked, self._numbered(choice.replica), choice, self._clock())
+        self._placement.go_on()
 
     # -- commands
 
@@ -526,8 +379,8 @@ class FleetEngine(EngineFace):
     def _out(self, member: Member, *, silent: bool) -> None:
         member.silent = member.silent or silent
         self._weigh(member)
-        n = None if silent else self._budget.spend(len(member.streams))
-        self._move(member, "the replica does not answer", blamed=silent, n=n)
+        n = None if silent else self._placement.may_move(len(member.streams))
+        self._placement.move(member, "the replica does not answer", blamed=silent, n=n)
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)

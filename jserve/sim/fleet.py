@@ -1,7 +1,8 @@
 """Simulates several engines behind one router: the engines of ``sim.simulate``, each with its own clock.
 
 The engine whose clock is behind steps next, so no arrival comes to one that is ahead of it. What a replica says of
-itself reaches the router ``VIEW_S`` seconds apart, as it does live.
+itself reaches the router ``VIEW_S`` seconds apart, as it does live. With ``max_replicas`` others are started and
+stopped by the load (``fleet.autoscale``); unlike a live one, a replica that is stopped ends what it works on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence as Seq
 
 from jserve.errors import ConfigError
+from jserve.fleet.autoscale import Autoscaler, ReplicaLoad
 from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
 from jserve.fleet.pages import digests_of
@@ -27,9 +29,10 @@ VIEW_S = 0.05
 
 
 class _SimReplica:
-    """One engine, and what the router was told of it."""
+    """One engine, its number at the router, and what that was told of it; it runs from ``began`` to ``ended``."""
 
-    def __init__(self, setup: Setup, limits: RunnerLimits, clients: Clients) -> None:
+    def __init__(self, number: int, setup: Setup, limits: RunnerLimits, clients: Clients) -> None:
+        self.number, self.began, self.ended = number, 0.0, 0.0
         self.simulation = Simulation(setup, limits, clients, clock=SimClock())
         self.log = PageLog()
         self.simulation.scheduler.resources.cache.listener = self.log
@@ -44,12 +47,26 @@ class _SimReplica:
     def busy(self) -> bool:
         return self.simulation.engine.busy
 
+    @property
+    def load(self) -> ReplicaLoad:
+        scheduler = self.simulation.scheduler
+        demand = scheduler.demand
+        queue_s = scheduler.gate.queue_s()
+        return ReplicaLoad(
+            offered_s=demand.offered_s, saved_s=demand.saved_s, queue_s=queue_s
+        )
+
 
 def simulated(trace: Seq[TraceItem], setup: Setup) -> Run:
     """``trace`` on the engine of ``setup``, or on as many as it says."""
-    if setup.replicas == 1:
+    if max(setup.replicas, setup.max_replicas) == 1:
         return simulate(trace, setup)
     return FleetSimulation(list(trace), setup, limits_of(setup)).run()
+
+
+def _name(one: _SimReplica) -> str:
+    """Of the autoscaler's: numbers are given again."""
+    return f"{one.number} since {one.began}"
 
 
 class FleetSimulation:
@@ -65,15 +82,20 @@ class FleetSimulation:
         if setup.batching != "continuous":
             raise ConfigError("static batching is simulated for one engine", field="batching")
         self.clients = Clients(trace, setup)
-        self.replicas = [_SimReplica(setup, limits, self.clients) for _ in range(setup.replicas)]
-        self.router = ReplicaRouter(setup.replicas, setup.router, setup.seed)
-        self.setup, self.page_size = setup, limits.page_size
+        self.router = ReplicaRouter(policy=setup.router, seed=setup.seed)
+        self.setup, self.limits, self.page_size = setup, limits, limits.page_size
+        self.replicas: dict[int, _SimReplica] = {}
+        """Those that run, by number."""
+        self.ended: list[_SimReplica] = []
         self.samples: list[tuple[float, int, int, int, int]] = []
+        self.autoscaler = Autoscaler()
+        self._starting: list[float] = []
+        """When those that were started will be ready."""
         self._next_sample = 0.0
-        self._sent: dict[str, tuple[Asked, int]] = {}
+        self._sent: dict[str, tuple[Asked, _SimReplica]] = {}
         """By request id, what was asked and where it went."""
-        for i in range(setup.replicas):
-            self._tell(i)
+        for _ in range(setup.replicas):
+            self._join(self.clients.next_at or 0.0)
 
     def run(self) -> Run:
         """Until all is served."""
@@ -83,7 +105,7 @@ class FleetSimulation:
     def _run(self) -> Run:
         clients, began = self.clients, self.clients.next_at or 0.0
         while True:
-            busy = [one for one in self.replicas if one.busy]
+            busy = [one for one in self.replicas.values() if one.busy]
             behind = min(busy, key=lambda one: one.now, default=None)
             if clients.next_at is not None and (behind is None or clients.next_at <= behind.now):
                 self._deliver(clients.next_at)
@@ -98,19 +120,19 @@ class FleetSimulation:
             if not hangs_up:
                 self._send(item, at)
             elif item.id in self._sent:
-                simulation = self.replicas[self._sent[item.id][1]].simulation
-                simulation.engine.cancel(item.id, index)
+                self._sent[item.id][1].simulation.engine.cancel(item.id, index)
 
     def _send(self, item: TraceItem, at: float) -> None:
-        for i, one in enumerate(self.replicas):
+        for one in self.replicas.values():
             if not one.busy:  # an idle engine says nothing, and nothing is new
                 one.simulation.clock.now = max(one.now, at)
-                self._tell(i)
+                self._tell(one)
+        self._scale(at)
         asked = self._asked(request_of(item, self.clients.streams, at))
-        chosen = self.router.choose(asked).replica
+        chosen = self.replicas[self.router.choose(asked).replica]
         self._sent[item.id] = (asked, chosen)
-        self.replicas[chosen].n_sent += 1
-        self.replicas[chosen].simulation.send(item, at)
+        chosen.n_sent += 1
+        chosen.simulation.send(item, at)
 
     def _asked(self, request: Request) -> Asked:
         tokens, n_out = request.prompt_ids, request.params.max_tokens or 0
@@ -127,40 +149,88 @@ class FleetSimulation:
     def _step(self, one: _SimReplica) -> None:
         one.simulation.advance()
         for id in self.clients.take_ended():
-            self.router.over(*self._sent.pop(id))
+            asked, sent_to = self._sent.pop(id)
+            self.router.over(asked, sent_to.number)
         if one.now - one.told_at >= VIEW_S:
-            self._tell(self.replicas.index(one))
+            self._tell(one)
         if one.now >= self._next_sample:
             self._sample(one.now)
+        self._scale(one.now)
 
-    def _tell(self, number: int) -> None:
-        one = self.replicas[number]
+    def _tell(self, one: _SimReplica) -> None:
         engine = one.simulation.engine
         view = view_of(one.simulation.scheduler, one.n_sent - engine.n_unread)
-        self.router.update(number, view, one.log.take())
+        self.router.update(one.number, view, one.log.take())
         one.told_at = one.now
 
+    # -- their number
+
+    def _scale(self, now: float) -> None:
+        """Start and stop replicas as the load needs it."""
+        setup = self.setup
+        if setup.max_replicas <= setup.replicas:
+            return
+        for ready_at in [at for at in self._starting if at <= now]:
+            self._starting.remove(ready_at)
+            self._join(ready_at)
+        for one in [one for one in self.replicas.values() if self._leaves(one) and not one.busy]:
+            self._leave(one, now)
+        stay = [one for one in self.replicas.values() if not self._leaves(one)]
+        loads = {_name(one): one.load for one in stay}
+        self.autoscaler.observe(now, loads, setup.start_s)
+        n = len(stay) + len(self._starting)
+        wanted = min(self.autoscaler.needed, setup.max_replicas)
+        self._starting += [now + setup.start_s] * max(0, wanted - n)
+        enough = self.autoscaler.enough(now)
+        if enough is not None and n > max(enough, setup.replicas) and not self._starting:
+            saved_s = self.autoscaler.saved_s
+            worst = min(stay, key=lambda one: saved_s.get(_name(one), 0.0))
+            self.router.candidates[worst.number].out = True
+
+    def _leaves(self, one: _SimReplica) -> bool:
+        return self.router.candidates[one.number].out
+
+    def _join(self, now: float) -> None:
+        made = _SimReplica(self.router.join(), self.setup, self.limits, self.clients)
+        made.began = made.simulation.clock.now = now
+        self.replicas[made.number] = made
+        self._tell(made)
+
+    def _leave(self, one: _SimReplica, now: float) -> None:
+        one.ended = now
+        self.ended.append(self.replicas.pop(one.number))
+        self.autoscaler.forget(_name(one))
+        self.router.leave(one.number)
+
+    # -- what came of it
+
     def _sample(self, now: float) -> None:
-        seen = [one.simulation.seen() for one in self.replicas]
+        seen = [one.simulation.seen() for one in self.replicas.values()]
         self.samples.append((now, *(sum(column) for column in zip(*seen, strict=True))))  # type: ignore[arg-type]
         self._next_sample = now + self.setup.sample_s
 
     def _result(self, began: float) -> Run:
-        runs = [one.simulation.result() for one in self.replicas]
-        n = len(runs)
+        ended = max([one.now for one in self.replicas.values()])
+        for one in self.replicas.values():
+            one.ended = ended
+        every = [*self.ended, *self.replicas.values()]
+        runs = [one.simulation.result() for one in every]
+        replica_s = sum([one.ended - one.began for one in every])
+        share = (ended - began) / replica_s if replica_s else 0.0
         return dataclasses.replace(
             runs[0],
             stats=_sum([run.stats for run in runs]),
             n_evicted=sum(run.n_evicted for run in runs),
             n_steps=sum(run.n_steps for run in runs),
             n_tokens=sum(run.n_tokens for run in runs),
-            busy_s=sum(run.busy_s for run in runs) / n,
+            busy_s=sum(run.busy_s for run in runs) * share,
             counters={k: sum(run.counters[k] for run in runs) for k in runs[0].counters},
             moved_s=sum(run.moved_s for run in runs),
             began=began,
-            ended=max(run.ended for run in runs),
+            ended=ended,
             samples=self.samples,
             by_replica=[run.n_tokens for run in runs],
+            replica_s=replica_s,
         )
 
 

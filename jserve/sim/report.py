@@ -115,6 +115,7 @@ def _replicas(run: Run) -> dict[str, Any]:
     mean = sum(tokens) / len(tokens)
     return {
         "n": len(tokens),
+        "mean": _share(run.replica_s, run.seconds),
         "computed_tokens": tokens,
         "most_over_mean": _share(max(tokens), mean),
     }
@@ -269,7 +270,8 @@ def _spread_over(replicas: dict[str, Any]) -> str:
     if not replicas:
         return ""
     return (
-        f", {replicas['n']} replicas, the busiest {replicas['most_over_mean']:.2f} times the mean"
+        f", {replicas['n']} replicas ({replicas['mean']:.2f} at a time),"
+        f" the busiest {replicas['most_over_mean']:.2f} times the mean"
     )
 
 

@@ -69,6 +69,10 @@ class Setup:
     sample_s: float = 0.25
     replicas: int = 1
     """Engines of this kind, see ``sim.fleet``."""
+    max_replicas: int = 0
+    """Most of them, where the load says how many."""
+    start_s: float = 60.0
+    """Seconds until one that is started is ready."""
     router: str = "seconds"
     """Chooses between them, one of ``fleet.router.POLICIES``."""
     journal: Journal | None = None
@@ -99,6 +103,8 @@ class Run:
     """(time, waiting, running, pages free, pages cached and unused)."""
     by_replica: list[int] = field(default_factory=list)
     """Tokens computed by each engine, where there are several."""
+    replica_s: float = 0.0
+    """Seconds for which they ran, all together."""
 
     @property
     def seconds(self) -> float:

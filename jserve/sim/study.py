@@ -30,6 +30,8 @@ SETUP = {
     "jitter": float,
     "copy_gb_s": float,
     "replicas": int,
+    "max_replicas": int,
+    "start_s": float,
     "router": str,
 }
 """Settings that a sweep may change besides options of the scheduler and the cache."""
@@ -63,6 +65,8 @@ class SimulateOptions:
     retries: int = 0
     jitter: float = 0.0
     replicas: int = 1
+    max_replicas: int = 0
+    start_s: float = 60.0
     router: str = "seconds"
     slo_ttft_ms: float = math.inf
     slo_tpot_ms: float = math.inf
@@ -108,7 +112,7 @@ def study(
 
 def _run(trace: list[TraceItem], setup: Setup) -> Run:
     path = setup.config.scheduler.journal
-    if setup.replicas > 1:
+    if max(setup.replicas, setup.max_replicas) > 1:
         if path:
             raise ConfigError("a journal is of one engine", field="journal")
         return simulated(trace, setup)
@@ -133,7 +137,7 @@ def verify(wish: SimulateOptions, config: EngineConfig) -> recorded.Verified:
         raise ConfigError(f"{wish.trace} is not a journal of the scheduler", field="trace")
     if wish.sweep or wish.plot or config.scheduler.journal:
         raise ConfigError("a replay takes no sweep, plot or journal", field="verify")
-    if wish.replicas != 1:
+    if max(wish.replicas, wish.max_replicas) > 1:
         raise ConfigError("a journal is of one engine", field="replicas")
     setup = _setup(wish, config, {})
     return recorded.verify(path, setup, limits_of(setup))
@@ -208,6 +212,11 @@ def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any])
         raise ConfigError(f"router must be one of {', '.join(POLICIES)}", field="router")
     if not 1 <= given["replicas"] <= MAX_REPLICAS:
         raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}]", field="replicas")
+    if given["max_replicas"] and not given["replicas"] <= given["max_replicas"] <= MAX_REPLICAS:
+        limits = f"[{given['replicas']}, {MAX_REPLICAS}]"
+        raise ConfigError(f"max_replicas must be 0 or in {limits}", field="max_replicas")
+    if not given["start_s"] >= 0:
+        raise ConfigError("start_s must not be negative", field="start_s")
     copy_gb_s = given.pop("copy_gb_s")
     if not copy_gb_s >= 0:
         raise ConfigError("copy_gb_s must not be negative", field="copy_gb_s")

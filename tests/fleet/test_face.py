@@ -282,7 +282,7 @@ async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
         assert [errors for _, _, _, errors in await asyncio.gather(*running)] == [[]] * 3
         assert (fleet.counters["moved"], free.n_requests) == (1, 1)
         await until(lambda: not full.stats.running)
-        fleet._budget.spend(99)
+        fleet._placement.may_move(99)
         running = [await begin(1), await begin(2), await begin(3)]
         found = [errors for _, _, _, errors in await asyncio.gather(*running)]
         assert found[:2] == [[], []]

@@ -203,8 +203,8 @@ async def test_answers_are_those_of_one_engine(tmp_path, apart):
         assert helper.n_requests == 8
         assert all(one.n_requests for one in world.of(DECODE))
         await until(lambda: world.n_moved >= 16)  # two full pages of 40 tokens each
-        assert not world.fleet._sent
-        assert not len(world.fleet._prefills)
+        assert not world.fleet._placement.sent
+        assert not len(world.fleet._placement.prefills)
 
 
 async def test_whatever_is_asked_for_is_told_the_same(tmp_path, apart):
@@ -272,12 +272,12 @@ async def test_d6_who_computes_prompts_dies(tmp_path, apart, when):
         if when == "before it begins":
             world.source.hold(helper.name, stopped=True)
         running = asyncio.ensure_future(answers(world.fleet, asked))
-        await until(lambda: len(world.fleet._prefills) > 0)
+        await until(lambda: len(world.fleet._placement.prefills) > 0)
         world.source.kill(helper.name)
         assert await asyncio.wait_for(running, 30.0) == whole
         world.source.hold(helper.name, stopped=False)
         assert world.fleet.counters["remote_prefills_failed"] > 0
-        assert not world.fleet._sent
+        assert not world.fleet._placement.sent
         await world.source.add()  # another one gets the role
         await until(lambda: len(world.of(PREFILL)) == 1)
 
@@ -313,13 +313,13 @@ async def test_a_client_that_leaves_takes_its_prompt_along(tmp_path, apart):
         world.source.hold(helper.name, stopped=True)
         stream = world.fleet.generate(requests(1)[0])
         waiting = asyncio.ensure_future(anext(stream))
-        await until(lambda: len(world.fleet._prefills) == 1)
+        await until(lambda: len(world.fleet._placement.prefills) == 1)
         assert len(helper.streams) == 1
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await until(lambda: not world.fleet._streams)
-        assert not world.fleet._sent
+        assert not world.fleet._placement.sent
         assert not helper.streams
         world.source.hold(helper.name, stopped=False)
 
@@ -335,9 +335,9 @@ async def test_a_prefill_that_cannot_be_sent_leaves_nothing(tmp_path, apart):
         helper.client.submit = refuse  # type: ignore[union-attr]
         (found,) = await asyncio.gather(answer(world.fleet, asked), return_exceptions=True)
         assert isinstance(found, BadRequest)
-        assert not world.fleet._sent
-        assert not len(world.fleet._prefills)
-        assert not world.fleet._prefills._ids
+        assert not world.fleet._placement.sent
+        assert not len(world.fleet._placement.prefills)
+        assert not world.fleet._placement.prefills._ids
 
 
 async def test_choices_that_end_meanwhile_are_not_begun(tmp_path, apart):
@@ -351,7 +351,7 @@ async def test_choices_that_end_meanwhile_are_not_begun(tmp_path, apart):
             found.extend([out async for out in world.fleet.generate(asked)])
 
         reading = asyncio.ensure_future(read())
-        await until(lambda: len(world.fleet._prefills) == 1)
+        await until(lambda: len(world.fleet._placement.prefills) == 1)
         world.fleet.abort(asked.id, 0)
         world.source.hold(helper.name, stopped=False)
         await asyncio.wait_for(reading, 10.0)
@@ -379,7 +379,7 @@ async def test_all_ends_when_the_fleet_is_closed(tmp_path, apart):
     async with World(tmp_path) as world:
         world.source.hold(world.of(PREFILL)[0].name, stopped=True)
         running = asyncio.ensure_future(answers(world.fleet, requests(3)))
-        await until(lambda: len(world.fleet._prefills) == 3)
+        await until(lambda: len(world.fleet._placement.prefills) == 3)
         began = time.monotonic()
         closing = asyncio.ensure_future(world.fleet.close())
         found = await asyncio.wait_for(running, 10.0)

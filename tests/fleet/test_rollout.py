@@ -318,12 +318,12 @@ async def test_prefixes_are_found_under_new_weights_and_old_ones_again(models):
         assert [await cached(1), await cached(1), await cached(1)] == [0, 32, 32]
         where = [one.n_requests for one in world.fleet.members]
         request = asked(1)
-        choice = world.fleet._router.choose(world.fleet._asked_of(request))
+        choice = world.fleet._router.choose(world.fleet._placement.asked_of(request))
         assert choice.n_cached == 32, where
         for order in ("rollback_weights", "reset_prefix_cache"):
             await world.order(order)
             assert [await cached(1), await cached(1)] == [0, 32]
-            choice = world.fleet._router.choose(world.fleet._asked_of(request))
+            choice = world.fleet._router.choose(world.fleet._placement.asked_of(request))
             assert choice.n_cached == 32, order
 
 

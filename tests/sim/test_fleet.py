@@ -89,3 +89,39 @@ def test_what_makes_no_sense_is_refused(changes, field):
     with pytest.raises(ConfigError) as caught:
         FleetSimulation([item("1", 0.0, 4, 2)], made, limits_of(made))
     assert caught.value.field == field
+
+
+RAMP = "rate=0.4,seconds=150,prompt=50,output=4;start=150,rate=4,seconds=150,prompt=50,output=4"
+RAMP += ";start=300,rate=0.4,seconds=900,prompt=50,output=4"
+
+
+def scaled(text: str, **changes) -> Run:
+    trace = traffic.generate(traffic.parse(text), 1)
+    calm = {"max_queue_s": 0, "max_waiting": 10_000, "max_num_seqs": 16}
+    made = dataclasses.replace(setup(options=calm, n_pages=400), **{"replicas": 1} | changes)
+    return FleetSimulation(trace, made, limits_of(made)).run()
+
+
+def test_the_number_follows_the_load_and_nothing_is_lost():
+    run, few, many = scaled(RAMP, max_replicas=8, start_s=20.0), scaled(RAMP), scaled(RAMP, replicas=5)
+    assert {d.error for d in run.records.done} == {None}
+    assert not run.records.open
+    assert report(run)["replicas"]["n"] >= 4, "so many ran at one time or another"
+    assert report(run)["replicas"]["mean"] < 0.6 * report(many)["replicas"]["mean"]
+    p90 = {name: ttft(one) for name, one in (("run", run), ("few", few), ("many", many))}
+    assert p90["many"] < p90["run"] < 0.2 * p90["few"]
+
+
+def ttft(run: Run) -> float:
+    return report(run)["lanes"]["all"]["ttft_ms"]["p90"]
+
+
+def test_replicas_that_start_late_cost_what_waits_for_them():
+    soon, late = (scaled(RAMP, max_replicas=8, start_s=s) for s in (5.0, 120.0))
+    assert ttft(soon) < 0.7 * ttft(late)
+
+
+def test_a_run_that_scales_repeats():
+    first, again = (scaled(RAMP, max_replicas=4, start_s=20.0) for _ in range(2))
+    assert first.records.done == again.records.done
+    assert (first.by_replica, first.replica_s) == (again.by_replica, again.replica_s)

@@ -103,6 +103,8 @@ def test_cache_and_length_options_reach_the_device() -> None:
         ({"sweep": "batching=dynamic"}, "batching must be one of"),
         ({"sweep": "deadlines=maybe"}, "kept or hidden"),
         ({"load": 0.0}, "load must be above 0"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas must be 0 or in"),
+        ({"max_replicas": 2, "start_s": -1.0}, "start_s must not be negative"),
         ({"copy_gb_s": -1.0}, "copy_gb_s"),
         ({"sweep": "disk_dir=/tmp"}, "disk tier is not simulated"),
         ({"gpu": "abacus"}, "no roofline for"),

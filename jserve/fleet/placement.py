@@ -1,0 +1,248 @@
+"""Decides where requests go, hands them over, and moves them elsewhere.
+
+It owns which request is at which replica, whose prompt is computed by another one, and what becomes of requests whose
+replica is lost, silent, slow or stopped: they go on elsewhere behind what was told (``engine.resume``). Who is a
+member is ``fleet.face``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jserve.engine.replica import Replica
+from jserve.engine.resume import Resumption
+from jserve.engine.streams import Stream
+from jserve.errors import EngineDead, JserveError, NotReady
+from jserve.fleet.commands import HandlePlaces
+from jserve.fleet.member import Member
+from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
+from jserve.fleet.rollout import Rollout
+from jserve.fleet.route import Asked, ReplicaChoice
+from jserve.fleet.router import ReplicaRouter
+from jserve.fleet.sent import Sent, SentRequests
+from jserve.fleet.suspicion import RetryBudget, Suspicion
+from jserve.ports import Clock
+from jserve.types import Finish, Lane, Output, Request
+
+
+class Placement:
+    """Requests of ``members``, which are kept by name.
+
+    Args:
+        router: chooses by price.
+        handles: where named caches are.
+        rollout: which weights a request needs.
+        suspicion: how far each replica is trusted.
+        resumption: keeps requests that lost their replica.
+        roles: some replicas compute prompts for others.
+        clock: monotonic seconds.
+
+    Attributes:
+        page_size: tokens of a KV page; 0 before the first replica is ready.
+        closed: nothing is handed over any more.
+        n_moved: requests that went on elsewhere though their replica lives.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        router: ReplicaRouter,
+        handles: HandlePlaces,
+        rollout: Rollout,
+        suspicion: Suspicion,
+        resumption: Resumption,
+        *,
+        roles: bool,
+        clock: Clock,
+    ) -> None:
+        self._members, self.router, self._handles = members, router, handles
+        self._suspicion, self._resumption = suspicion, resumption
+        self._roles, self._clock = roles, clock
+        self.sent = SentRequests(router, rollout)
+        self.prefills = RemotePrefills(clock)
+        self._budget = RetryBudget()
+        self.page_size, self.closed, self.n_moved = 0, False, 0
+
+    @property
+    def _ready(self) -> list[Member]:
+        return [one for one in self._members.values() if one.ready]
+
+    def place(self, stream: Stream, ttl_s: float | None) -> None:
+        """As ``EngineFace._place``."""
+        request, router = stream.request, self.router
+        asked = self.asked_of(request)
+        bound = self._bound_to(request, ttl_s)
+        if bound is None and self._roles and may_be_remote(request):
+            prefill = router.choose_prefill(asked)
+            if prefill is not None:
+                self._send_prefill(self.prefills.begin(stream), asked, prefill)
+                return
+        choice = router.choose(asked) if bound is None else router.assign(asked, bound.number)
+        self._send(stream, request, asked, choice, ttl_s)
+
+    def _send(
+        self,
+        stream: Stream,
+        request: Request,
+        asked: Asked,
+        choice: ReplicaChoice,
+        ttl_s: float | None = None,
+    ) -> None:
+        """Hand ``request``, an attempt at that of ``stream``, to the replica of ``choice``."""
+        member = self._numbered(choice.replica)
+        self.sent.add(request.id, Sent(asked, member, choice, self._clock()))
+        try:
+            member.work_on(stream, request, ttl_s)
+        except JserveError:
+            self.over(stream)
+            raise
+
+    def _send_prefill(self, prefill: Stream, asked: Asked, choice: ReplicaChoice) -> None:
+        try:
+            self._send(prefill, prefill.request, asked, choice)
+        except JserveError:
+            self.prefills.lost(prefill)
+            raise
+
+    def _answer(self, stream: Stream, source: str, *, ready: bool) -> None:
+        """Answer ``stream``, whose prefill is over, where that costs least. ``ready``: all its full pages are at
+        ``source``; otherwise some may be."""
+        if not stream.open or self.closed:
+            return
+        asked = self.asked_of(stream.request)
+        if ready:
+            asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
+        try:
+            choice = self.router.choose(asked)
+            self._send(stream, after_prefill(stream, source), asked, choice)
+        except NotReady:
+            self.park([stream], "no replica")
+        except JserveError as error:
+            stream.end(Finish.ERROR, error.message, error.code)
+
+    def on_prefill(self, replica: Replica, output: Output) -> None:
+        """``output`` of a request that only computes a prompt."""
+        sent = self.sent.get(output.request_id)
+        if sent is None or sent.member is not replica:
+            return
+        stream = self.prefills.ended(output)
+        if stream is not None:
+            self.sent.settle(output.request_id)
+            replica.streams.pop(output.request_id, None)
+            ready = output.finish in (Finish.STOP, Finish.LENGTH)
+            self._answer(stream, replica.info.get("kv_transfer_address") or "", ready=ready)
+
+    def asked_of(self, request: Request, resumed: Stream | None = None) -> Asked:
+        return self.sent.asked(request, self._ready, self.page_size, resumed)
+
+    def _bound_to(self, request: Request, ttl_s: float | None) -> Member | None:
+        """The replica that has to take ``request`` at any price: that of its cache, or one that has rested and is
+        tried with a request that is in no hurry."""
+        if request.cache is not None:
+            if ttl_s is None:
+                return self._handles.find(request.tenant, request.cache)
+            return self._handles.make(request.tenant, request.cache, self._ready)
+        if request.lane == Lane.INTERACTIVE or request.ttft_deadline_ms is not None:
+            return None
+        name = self._suspicion.due(self._clock())
+        if name is None or not (self._members[name].may_get and self._members[name].ready):
+            return None
+        self._suspicion.probe(name, request.id)
+        return self._members[name]
+
+    def _numbered(self, number: int) -> Member:
+        return next(one for one in self._members.values() if one.number == number)
+
+    def told(self, replica: Replica, output: Output) -> None:
+        """``output`` of ``replica`` came: what it says of how far the replica can be trusted."""
+        sent = self.sent.get(output.request_id)
+        if sent is not None and sent.member is replica and sent.first and output.token_ids:
+            sent.first, now = False, self._clock()
+            self._suspicion.observe(sent.member.name, sent.ratio(now))
+            self._suspicion.probed(sent.member.name, output.request_id, sent.ratio(now), now)
+        if output.finish in (Finish.STOP, Finish.LENGTH):
+            self._budget.earned()
+
+    def asks_another(self, stream: Stream, replica: Replica, refusal: Output) -> bool:
+        """A refused request goes to another replica, if one is left that may have room: views are never new
+        enough to know."""
+        sent = self.sent.get(refusal.request_id)
+        if sent is None or sent.member is not replica:
+            return False
+        left = len(self._ready) - 1 - stream.attempt
+        late = refusal.attempt != stream.attempt
+        if late or any(stream.said) or left <= 0 or not self._budget.spend(1):
+            return False
+        candidate = self.router.candidates[sent.member.number]
+        out, candidate.out = candidate.out, True
+        replica.streams.pop(refusal.request_id)
+        stream.replica = None
+        stream.excuse()
+        self.n_moved += 1
+        self.park([stream], refusal.error or "refused")
+        self.go_on()
+        candidate.out = out
+        return True
+
+    def over(self, stream: Stream) -> None:
+        """Nobody waits for ``stream`` any more."""
+        prefill = self.prefills.forget(stream.request.id)
+        if prefill is not None:
+            sent = self.sent.settle(prefill)
+            if sent is not None and sent.member.streams.pop(prefill, None) is not None:
+                sent.member.cancel(prefill)
+        sent = self.sent.settle(stream.request.id)
+        if sent is not None:
+            self.sent.learn(stream)
+            self._suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
+
+    def park(self, streams: list[Stream], why: str) -> None:
+        """Their replica works on them no more; they wait to go on elsewhere (``go_on``)."""
+        for stream in streams:
+            self.sent.settle(stream.request.id)
+        prefills = [stream for stream in streams if self.prefills.has(stream.request.id)]
+        self._resumption.park([s for s in streams if s not in prefills], why, EngineDead.code)
+        for prefill in prefills:
+            waits = self.prefills.lost(prefill)
+            if waits is not None:
+                self._answer(waits, "", ready=False)
+
+    def may_move(self, n: int) -> int:
+        """Of ``n`` requests, as many as the budget lets go elsewhere."""
+        return self._budget.spend(n)
+
+    def move(self, member: Member, why: str, *, blamed: bool, n: int | None = None) -> None:
+        """All that it works on, or the ``n`` oldest, go on elsewhere. ``blamed``: they may be why it hangs."""
+        streams = member.give_up(n)
+        for stream in () if blamed else streams:
+            stream.excuse()
+        self.n_moved += len(streams)
+        self.park(streams, why)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Resume all that wait, each at the replica that is cheapest for it; those for whom there is none now
+        wait on."""
+        for stream in self._resumption.take():
+            target = self._target(stream)
+            if target is None:
+                self._resumption.park([stream], "no replica", EngineDead.code)
+            else:
+                self.sent.add(stream.request.id, target)
+                self._resumption.go_on(stream, target.member)
+
+    def _target(self, stream: Stream) -> Sent | None:
+        """The replica that goes on with ``stream``, if there is one now: with the same weights, where something was
+        told."""
+        if self.closed or not self.page_size:
+            return None
+        asked = self.asked_of(stream.request, stream)
+        try:
+            choice = self.router.choose(asked)
+        except NotReady:
+            able = [one for one in self._ready if one.may_get and one.view.ready]
+            if not able or any(one.weights == stream.weights for one in self._members.values()):
+                return None
+            choice = self.router.assign(asked, able[0].number)  # which ends it: other weights
+        return Sent(asked, self._numbered(choice.replica), choice, self._clock())
