@@ -597,7 +597,7 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
 
 def check_one_engine(config: EngineConfig) -> None:
     """Raises ConfigError for options of replicas where there are none."""
-    for name in ("roles", "max_replicas"):
+    for name in ("roles", "max_replicas", "hedge_share", "audit_share"):
         if getattr(config.fleet, name):
             raise ConfigError(f"{name}: there are no replicas", field=name)
 

@@ -505,6 +505,18 @@ class FleetOptions:
         "who gets a request: least price, least tokens times rows, emptier of two, in turn, any",
         choices=("seconds", "lmetric", "p2c", "round_robin", "random"),
     )
+    hedge_share: float = opt(
+        0.0,
+        "of interactive requests, those that another replica may get too when their first token is late",
+        min=0.0,
+        max=1.0,
+    )
+    audit_share: float = opt(
+        0.0,
+        "of requests, those that another replica answers too, to compare; 0.001 is one in 1,000",
+        min=0.0,
+        max=1.0,
+    )
     roles: str = opt(
         "",
         "replicas that compute prompts for the others, as prefill=1,decode=3; empty: all do both",

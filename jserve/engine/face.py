@@ -72,6 +72,8 @@ class ReplicaState:
     """Prompt tokens."""
     found: float
     """Of these, tokens that its prefix cache had."""
+    odd: int = 0
+    """Audits in which it did not say what the others said."""
 
 
 class EngineFace(ABC):
@@ -383,8 +385,12 @@ class EngineFace(ABC):
         if not fault.fatal:
             log.error("engine: %s", fault.message)
             self._fail_asked(fault.message, RequestFailed.code, replica)
-            self._resumption.park(replica.give_up(), fault.message, RequestFailed.code)
+            self._give_up(replica, fault.message)
             self._go_on()
+
+    def _give_up(self, replica: Replica, why: str) -> None:
+        """End the work of ``replica`` on all its requests, which wait to go on."""
+        self._resumption.park(replica.give_up(), why, RequestFailed.code)
 
 
 def _cancel(stream: Stream, index: int | None = None) -> None:

@@ -22,7 +22,7 @@ from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Stats
-from jserve.errors import EngineDead, JserveError, NotReady, Overloaded
+from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, RequestFailed
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.member import Member, all_unfit, state_of
@@ -53,6 +53,8 @@ class FleetEngine(EngineFace):
         source: places replicas and keeps them alive.
         policy: one of ``fleet.router.POLICIES``.
         roles: of ``fleet.roles.parse_roles``.
+        hedge_share: of requests of lane interactive, those that may be sent twice when their first token is late.
+        audit_share: of requests, those whose answers are computed once more and compared.
         model: the weights that replicas start with, as ``update_weights`` takes them.
         autoscaler: says which replicas are no longer needed, where ``source`` starts more by the load.
         health: limits of ``degraded_reasons`` of each replica.
@@ -62,7 +64,8 @@ class FleetEngine(EngineFace):
     Attributes:
         counters: engine_deaths (replicas lost without being stopped), resumed, silent and ejected (times that a
             replica was found so), moved (requests that went on elsewhere though their replica lives), remote_prefills
-            and remote_prefills_failed (prompts that a prefill replica computed, and did not), aborted ...
+            and remote_prefills_failed (prompts that a prefill replica computed, and did not), hedged and hedges_won,
+            audited and audit_mismatches, aborted ...
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class FleetEngine(EngineFace):
         *,
         policy: str = "seconds",
         roles: dict[str, int] | None = None,
+        hedge_share: float = 0.0,
+        audit_share: float = 0.0,
         model: str = "",
         autoscaler: Autoscaler | None = None,
         health: HealthLimits | None = None,
@@ -96,6 +101,8 @@ class FleetEngine(EngineFace):
             self.suspicion,
             self._resumption,
             roles=bool(self._roles),
+            hedge_share=hedge_share,
+            audit_share=audit_share,
             clock=clock,
         )
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -132,8 +139,11 @@ class FleetEngine(EngineFace):
         told["moved"] = placement.n_moved
         done, failed = placement.prefills.n_done, placement.prefills.n_failed
         remote = {"remote_prefills": done, "remote_prefills_failed": failed}
+        hedging, audits = placement.hedging, placement.audits.counts
+        twice = {"hedged": hedging.n_sent, "hedges_won": hedging.n_won}
+        twice |= {"audited": audits.compared, "audit_mismatches": audits.odd.total()}
         degraded = sum(one.health.n_degraded for one in self.members)
-        return {**told, **remote, **self._fleet, "degraded": degraded, **self._counts}
+        return {**told, **remote, **twice, **self._fleet, "degraded": degraded, **self._counts}
 
     async def start(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         told, n = on_progress or (lambda *_: None), self._source.n
@@ -169,7 +179,8 @@ class FleetEngine(EngineFace):
         return ["paused"] if self._held else all_unfit(self.members)
 
     def replicas(self) -> list[ReplicaState]:
-        return [state_of(one, self.suspicion.records[one.name]) for one in self.members]
+        odd, records = self._placement.audits.counts.odd, self.suspicion.records
+        return [state_of(one, records[one.name], odd[one.name]) for one in self.members]
 
     # -- members
 
@@ -278,15 +289,21 @@ class FleetEngine(EngineFace):
         if placement.prefills.has(output.request_id):
             placement.on_prefill(replica, output)
             return
-        placement.told(replica, output)
         stream = self._streams.get(output.request_id)
-        if stream is not None and output.error_code == Overloaded.code:
-            if placement.asks_another(stream, replica, output):
-                return
-        super()._deliver(replica, output)
+        if placement.audits.took(replica, output) or placement.hedging.took(
+            stream, replica, output
+        ):
+            return
+        placement.told(replica, output)
+        refused = output.error_code == Overloaded.code
+        if stream is None or not refused or not placement.asks_another(stream, replica, output):
+            super()._deliver(replica, output)
 
     def _over(self, stream: Stream) -> None:
         self._placement.over(stream)
+
+    def _give_up(self, replica: Replica, why: str) -> None:
+        self._placement.park(replica.give_up(), why, RequestFailed.code)
 
     def _go_on(self) -> None:
         self._placement.go_on()
@@ -357,6 +374,7 @@ class FleetEngine(EngineFace):
         for member in self.members:
             self._check_weights(member)
             self._weigh(member)
+        self._placement.hedging.look(self._streams.values())
         self._stop_surplus()
 
     def _stop_surplus(self) -> None:

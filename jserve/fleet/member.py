@@ -93,8 +93,8 @@ class Member(Replica):
         return late and self.n_open > 0 and not self.updating
 
 
-def state_of(member: Member, record: TrustRecord) -> ReplicaState:
-    """``member`` as those see it who watch, with what ``record`` holds of it."""
+def state_of(member: Member, record: TrustRecord, odd: int = 0) -> ReplicaState:
+    """``member`` as those see it who watch, with what ``record`` holds of it and the audits in which it was ``odd``."""
     values, used = member.stats.values, ("pages_free", "pages_cached")
     return ReplicaState(
         name=member.name,
@@ -108,6 +108,7 @@ def state_of(member: Member, record: TrustRecord) -> ReplicaState:
         pages_used=values.get("pages_total", 0.0) - sum(values.get(name, 0.0) for name in used),
         looked_up=values.get("cache_query_tokens", 0.0),
         found=values.get("cache_hit_tokens", 0.0),
+        odd=odd,
     )
 
 

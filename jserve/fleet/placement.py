@@ -14,7 +14,9 @@ from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.errors import EngineDead, JserveError, NotReady
+from jserve.fleet.audit import Audits
 from jserve.fleet.commands import HandlePlaces
+from jserve.fleet.hedging import Hedging
 from jserve.fleet.member import Member
 from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
 from jserve.fleet.rollout import Rollout
@@ -36,6 +38,7 @@ class Placement:
         suspicion: how far each replica is trusted.
         resumption: keeps requests that lost their replica.
         roles: some replicas compute prompts for others.
+        hedge_share, audit_share: of ``Hedging`` and ``Audits``.
         clock: monotonic seconds.
 
     Attributes:
@@ -54,6 +57,8 @@ class Placement:
         resumption: Resumption,
         *,
         roles: bool,
+        hedge_share: float = 0.0,
+        audit_share: float = 0.0,
         clock: Clock,
     ) -> None:
         self._members, self.router, self._handles = members, router, handles
@@ -62,6 +67,10 @@ class Placement:
         self.sent = SentRequests(router, rollout)
         self.prefills = RemotePrefills(clock)
         self._budget = RetryBudget()
+        self.hedging = Hedging(
+            self.sent, self._choose_other, suspicion, share=hedge_share, clock=clock
+        )
+        self.audits = Audits(self.sent, self._choose_other, share=audit_share, clock=clock)
         self.page_size, self.closed, self.n_moved = 0, False, 0
 
     @property
@@ -70,6 +79,8 @@ class Placement:
 
     def place(self, stream: Stream, ttl_s: float | None) -> None:
         """As ``EngineFace._place``."""
+        self.audits.drop(stream.request.id)
+        self.hedging.placed(stream.request)
         request, router = stream.request, self.router
         asked = self.asked_of(request)
         bound = self._bound_to(request, ttl_s)
@@ -192,21 +203,27 @@ class Placement:
             sent = self.sent.settle(prefill)
             if sent is not None and sent.member.streams.pop(prefill, None) is not None:
                 sent.member.cancel(prefill)
+        self.hedging.over(stream.request.id)
         sent = self.sent.settle(stream.request.id)
         if sent is not None:
             self.sent.learn(stream)
+            self.audits.over(stream, sent.member.name)
             self._suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
 
-    def park(self, streams: list[Stream], why: str) -> None:
+    def park(self, streams: list[Stream], why: str, code: str | None = EngineDead.code) -> None:
         """Their replica works on them no more; they wait to go on elsewhere (``go_on``)."""
+        waiting = []
         for stream in streams:
+            if self.hedging.lost(stream) or self.audits.lost(stream):
+                continue
             self.sent.settle(stream.request.id)
-        prefills = [stream for stream in streams if self.prefills.has(stream.request.id)]
-        self._resumption.park([s for s in streams if s not in prefills], why, EngineDead.code)
-        for prefill in prefills:
-            waits = self.prefills.lost(prefill)
-            if waits is not None:
-                self._answer(waits, "", ready=False)
+            if self.prefills.has(stream.request.id):
+                waits = self.prefills.lost(stream)
+                if waits is not None:
+                    self._answer(waits, "", ready=False)
+            elif not self.hedging.take_place(stream):
+                waiting.append(stream)
+        self._resumption.park(waiting, why, code)
 
     def may_move(self, n: int) -> int:
         """Of ``n`` requests, as many as the budget lets go elsewhere."""
@@ -220,6 +237,27 @@ class Placement:
         self.n_moved += len(streams)
         self.park(streams, why)
         self.go_on()
+
+    def _choose_other(self, request: Request, names: set[str]) -> Sent | None:
+        """The cheapest replica for ``request`` but those of ``names``, which it is taken to be sent to."""
+        members = {one.number: one for one in self._ready}
+        if not members:
+            return None
+        like = next((one for one in members.values() if one.name in names), None)
+        candidates, asked = self.router.candidates, self.asked_of(request)
+        if like is not None:
+            asked = replace(asked, weights=like.weights)
+        were_out = [candidate.out for candidate in candidates]
+        try:
+            for i, candidate in enumerate(candidates):
+                candidate.out = candidate.out or i not in members or members[i].name in names
+            choice = self.router.choose(asked)
+        except NotReady:
+            return None
+        finally:
+            for candidate, was in zip(candidates, were_out, strict=True):
+                candidate.out = was
+        return Sent(asked, members[choice.replica], choice, self._clock())
 
     def go_on(self) -> None:
         """Resume all that wait, each at the replica that is cheapest for it; those for whom there is none now

@@ -56,6 +56,10 @@ class SentRequests:
             self._router.over(sent.asked, sent.member.number)
         return sent
 
+    def settle_copy(self, sent: Sent) -> None:
+        """The replica of ``sent``, a request's second copy, has no more to do with it."""
+        self._router.over(sent.asked, sent.member.number)
+
     def learn(self, stream: Stream) -> None:
         """``stream``, which was sent, is over."""
         self._asking.learn(sum(map(len, stream.said)))

@@ -27,7 +27,15 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
     if roles:
         config = with_shared_pages(config)
     replicas = RayReplicas(config, build)
-    return FleetEngine(replicas, policy=config.fleet.router, roles=roles, **options)
+    fleet = config.fleet
+    return FleetEngine(
+        replicas,
+        policy=fleet.router,
+        roles=roles,
+        hedge_share=fleet.hedge_share,
+        audit_share=fleet.audit_share,
+        **options,
+    )
 
 
 def _check_numbers(options: FleetOptions) -> None:

@@ -52,9 +52,7 @@ class _SimReplica:
         scheduler = self.simulation.scheduler
         demand = scheduler.demand
         queue_s = scheduler.gate.queue_s()
-        return ReplicaLoad(
-            offered_s=demand.offered_s, saved_s=demand.saved_s, queue_s=queue_s
-        )
+        return ReplicaLoad(offered_s=demand.offered_s, saved_s=demand.saved_s, queue_s=queue_s)
 
 
 def simulated(trace: Seq[TraceItem], setup: Setup) -> Run:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -134,6 +134,9 @@ class DirectoryRunner(WeighedRunner):
     """Its weights are the number in the file ``weights`` of a directory; one without is refused, in time that
     depends on the directory's file ``seconds``."""
 
+    made: ClassVar[list[DirectoryRunner]] = []
+    """Those of ``weighed``, youngest last."""
+
     def collect(self, flight: InFlight) -> StepResult:
         time.sleep(STEP_S)
         return super().collect(flight)
@@ -155,6 +158,7 @@ def weighed(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]
     """An engine whose draws are a function of its weights, which are those of ``config.model.model``."""
     runner = DirectoryRunner(LIMITS)
     runner.weights = stated(config.model.model)
+    DirectoryRunner.made.append(runner)
     scheduler = Scheduler(LIMITS, config, guides=kit.guides())
     engine = Engine(scheduler, runner, weights=f"w{runner.weights}")
     facts = {"max_model_len": 512, "vocab_size": kit.VOCAB, "max_num_seqs": 16}

@@ -140,6 +140,19 @@ async def test_one_that_cannot_be_told_serves_on_and_is_asked_again(monkeypatch)
         assert await answers(world.fleet, requests(2)) == await undisturbed(requests(2))
 
 
+async def test_who_ends_or_is_not_there_is_not_connected_to_again():
+    async with World(2) as world:
+        fleet, (first, _) = world.fleet, world.fleet.members
+        fleet._scale_down.retired.add(first.name)
+        fleet._leave(first)
+        fleet._join(first.name)
+        fleet._join("nobody")
+        assert set(fleet._members) == {fleet.members[0].name} != {first.name}
+        fleet._scale_down.retired.clear()
+        fleet._join(first.name)
+        await until(lambda: len(fleet.members) == 2)
+
+
 async def test_the_host_says_that_it_is_retired_and_then_ends(monkeypatch):
     monkeypatch.setattr("jserve.fleet.host.RETIRED_S", 0.05)
     source, codes = ThreadSource(1), []
