@@ -80,7 +80,12 @@ class Audits:
         if not plain or _drawn(request.id) >= self._share:
             return
         quiet = replace(
-            request, lane=Lane.BULK, ttft_deadline_ms=None, tpot_deadline_ms=None, deadline_ms=None
+            request,
+            attempt=1,  # a later request may have its id
+            lane=Lane.BULK,
+            ttft_deadline_ms=None,
+            tpot_deadline_ms=None,
+            deadline_ms=None,
         )
         self._begin(quiet, {replica: tuple(tuple(ids) for ids in stream.said)})
 
@@ -90,6 +95,7 @@ class Audits:
         if target is None:
             return
         audit = _Audit(request, said, Stream(request, clock=self._clock), target)
+        audit.stream.attempt = request.attempt
         try:
             target.member.work_on(audit.stream, request)
         except JserveError:
