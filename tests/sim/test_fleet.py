@@ -103,7 +103,11 @@ def scaled(text: str, **changes) -> Run:
 
 
 def test_the_number_follows_the_load_and_nothing_is_lost():
-    run, few, many = scaled(RAMP, max_replicas=8, start_s=20.0), scaled(RAMP), scaled(RAMP, replicas=5)
+    run, few, many = (
+        scaled(RAMP, max_replicas=8, start_s=20.0),
+        scaled(RAMP),
+        scaled(RAMP, replicas=5),
+    )
     assert {d.error for d in run.records.done} == {None}
     assert not run.records.open
     assert report(run)["replicas"]["n"] >= 4, "so many ran at one time or another"

@@ -94,6 +94,10 @@ def snapshot(front: Front, after: int, now: float) -> dict[str, Any]:
         "speculation": _speculation(found),
         "experts": _experts(found),
         "replicas": [asdict(one) for one in front.engine.replicas()],
+        "fleet": {
+            "load": found.get(("fleet_load", ""), 0),
+            "needed": found.get(("replicas_needed", ""), 0),
+        },
         "steps": {"columns": STEP_COLUMNS, "rows": _steps(front, after)},
     }
 

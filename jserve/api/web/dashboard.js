@@ -64,13 +64,14 @@ function showLower(now) {
     ...[n.waiting, n.running, n.finished, n.refused, n.expired].map((value) => el("td", {}, short(value))))));
   const levels = ["", "bulk is refused", "bulk is refused, prefills are short", "only interactive is taken"];
   byId("overload").textContent = now.overload_level ? `Overload: ${levels[now.overload_level]}.` : "";
-  const { kv, prefix, replicas, speculation, experts } = now;
+  const { kv, prefix, replicas, fleet, speculation, experts } = now;
   byId("replicas-card").hidden = !replicas.length;
   byId("replicas").replaceChildren(...replicas.map((r) => el("tr", {},
     el("th", { scope: "row" }, r.name), el("td", {}, r.role), el("td", {}, r.state),
     ...[r.running, r.waiting, r.requests].map((value) => el("td", {}, short(value))),
     el("td", {}, share(r.pages_used, r.pages)), el("td", {}, share(r.found, r.looked_up)),
-    el("td", {}, r.suspicion > 1 ? `${r.suspicion.toFixed(1)}×` : "–"))));
+    el("td", {}, r.suspicion > 1 ? `${r.suspicion.toFixed(1)}×` : "–"), el("td", {}, short(r.odd)))));
+  byId("fleet").textContent = fleet.needed ? `Load ${fleet.load.toFixed(2)}: needs ${short(fleet.needed)}` : "";
   stack("kv", kv.pages, [["In use", used(kv)], ["Kept for reuse", kv.pages_cached], ["Free", kv.pages_free]]);
   stack("prefix", prefix.looked_up, [["Found", prefix.found], ["", 0], ["Computed", prefix.looked_up - prefix.found]]);
   byId("speculation-card").hidden = speculation === null;

@@ -66,6 +66,7 @@ def replica(name: str, state: str) -> ReplicaState:
 async def test_replicas_are_told_and_counted_by_state() -> None:
     engine = FakeEngine()
     engine.states = [replica("a", "ready"), replica("b", "ready"), replica("c", "out")]
+    engine.values |= {"fleet_load": 1.3, "replicas_needed": 2.0}
     async with live(engine) as srv:
         _, body, _ = await srv.get("/v1/dashboard")
         async with srv.http.get(srv.url + "/metrics") as response:
@@ -75,7 +76,8 @@ async def test_replicas_are_told_and_counted_by_state() -> None:
         ("b", "ready"),
         ("c", "out"),
     ]
-    assert body["replicas"][0]["found"] == 4
+    assert (body["replicas"][0]["found"], body["replicas"][0]["odd"]) == (4, 0)
+    assert body["fleet"] == {"load": 1.3, "needed": 2.0}
     assert 'jserve:replicas{model_name="tiny",state="ready"} 2.0' in text
     assert 'jserve:replicas{model_name="tiny",state="out"} 1.0' in text
 
