@@ -202,6 +202,7 @@ def _groups(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, list[Any]]:
         for name, given in (
             ("journal", config.scheduler.journal),
             ("disk_dir", config.cache.disk_dir),
+            ("kv_events", config.cache.kv_events),
         ):
             if given:
                 why = f"{name} is of one engine, and sharding has {len(meshes)} (dp)"
@@ -238,12 +239,27 @@ def _engine(
         profiler=_profiler(config.device.profile_dir),
         weights=facts["weights"],
     )
+    _publish_kv_events(config, made)
     info = {**facts, "startup_s": round(time.monotonic() - began, 2)}
     info["taps"] = [feature.name for feature in registered() if feature.is_tap]
     info["max_model_len"] = runner.limits.max_model_len
     info["vocab_size"] = runner.limits.vocab_size
     info["max_num_seqs"] = runner.limits.n_slots
     return made, info
+
+
+def _publish_kv_events(config: EngineConfig, engine: Engine) -> None:
+    """Raises ConfigError, as ``KvEvents``."""
+    options, cache = config.cache, engine.scheduler.resources.cache
+    if options.kv_events:
+        from jserve.engine.kv_events import KvEvents
+
+        cache.listener = KvEvents(
+            options.kv_events, options.kv_events_replay, options.kv_events_topic, cache.page_size
+        )
+    elif options.kv_events_replay or options.kv_events_topic:
+        field = "kv_events_replay" if options.kv_events_replay else "kv_events_topic"
+        raise ConfigError(f"{field} needs kv_events", field=field)
 
 
 def _proposer(config: EngineConfig, n_vocab: int) -> Any:
@@ -619,6 +635,9 @@ def _close(engine: Engine) -> None:
     guides: Any = engine.scheduler.guides
     if guides is not None:
         guides.close()
+    close_listener = getattr(engine.scheduler.resources.cache.listener, "close", None)
+    if close_listener is not None:
+        close_listener()
     engine.close()
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):

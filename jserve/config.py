@@ -173,6 +173,11 @@ class CacheOptions:
         "", "HOST:PORT where other engines get KV pages of disk_dir, port 0: any; empty: nowhere"
     )
     kv_transfer_key: str = opt("", "secret of the engines that get KV pages of each other")
+    kv_events: str = opt(
+        "", "ZeroMQ address where KV events in vLLM's format are published; empty: nowhere"
+    )
+    kv_events_replay: str = opt("", "ZeroMQ address where those who missed some ask for them")
+    kv_events_topic: str = opt("", "topic of KV events; llm-d reads kv@POD@MODEL")
     handle_pages: int = opt(
         0, "KV pages that named cache handles may pin; 0 is half of the pool", min=0
     )

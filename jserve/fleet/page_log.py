@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from jserve.engine.view import DIGEST_BYTES, PageEvent
+from jserve.kv.radix import Node
+from jserve.kv.tiers import digest_of
 
 
 class PageLog:
@@ -12,11 +14,11 @@ class PageLog:
         self.n_taken = 0
         self._events: list[PageEvent] = []
 
-    def added(self, digest: bytes) -> None:
-        self._events.append(PageEvent(True, digest[:DIGEST_BYTES]))
+    def added(self, node: Node) -> None:
+        self._events.append(PageEvent(True, digest_of(node)[:DIGEST_BYTES]))
 
-    def removed(self, digest: bytes) -> None:
-        self._events.append(PageEvent(False, digest[:DIGEST_BYTES]))
+    def removed(self, node: Node) -> None:
+        self._events.append(PageEvent(False, digest_of(node)[:DIGEST_BYTES]))
 
     def take(self) -> list[PageEvent]:
         """The events since the last call, oldest first."""

@@ -75,11 +75,11 @@ def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Re
         return None
     known = pages.known(asked.pages, len(candidates))
     moved = replace(asked, n_ready=len(asked.pages) * asked.page_size)
-    _, after_s = price(moved, candidates[here.replica], known[here.replica])
+    after_s = price(moved, candidates[here.replica], known[here.replica]).cost_s
     prompt = replace(asked, n_out=0)
     prices = {i: price(prompt, candidates[i], known[i]) for i in helpers}
-    best = min(helpers, key=lambda i: (prices[i][1], i))
-    first_s, cost_s = prices[best]
+    best = min(helpers, key=lambda i: (prices[i].cost_s, i))
+    first_s, cost_s, _ = prices[best]
     if cost_s + after_s >= here.cost_s:
         return None
     n_cached = known[best] * asked.page_size

@@ -6,9 +6,11 @@ A pure function of the request, the replicas' views and the index of their pages
                + new(r) * prefill_token_s(r)                its own prompt, less what r has of it
                + rows(r) * (new(r) * prefill_token_s(r)     what it costs those who run and wait there:
                             + n_out * row_s(r))             its prompt once, its row in every step
+               + new(r) * prefill_token_s(r)                what it evicts there, and will be computed again
 
 times the replica's suspicion; pages that a prefill replica exported cost their way in and out. The third line is
-what LMetric (arXiv 2603.15202) multiplies by, in seconds.
+what LMetric (arXiv 2603.15202) multiplies by, in seconds. The last one tells only replicas apart that have different
+parts of the prompt: without it a prefix is soon everywhere, and the caches hold few.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jserve.engine.view import View
 from jserve.errors import NotReady
@@ -75,7 +78,18 @@ class ReplicaChoice:
     first_s: float = 0.0
     """Seconds to the first token, by its prices; 0 where nobody asked for them."""
     cost_s: float = 0.0
-    """Those and what others there pay."""
+    """Those and what others pay."""
+
+
+class Price(NamedTuple):
+    """Seconds that a request costs at one replica."""
+
+    first_s: float
+    """To its first token."""
+    cost_s: float
+    """That and what those who run and wait there pay."""
+    evicted_s: float
+    """Computing again what it evicts there."""
 
 
 def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice:
@@ -91,10 +105,10 @@ def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Replica
         raise NotReady("no replica takes this request now", retry_after=5.0)
     prices = {i: price(asked, candidates[i], known[i]) for i in able}
     if asked.ttft_s is not None:
-        in_time = {i: price for i, price in prices.items() if price[0] <= asked.ttft_s}
+        in_time = {i: price for i, price in prices.items() if price.first_s <= asked.ttft_s}
         prices = in_time or prices
     replica = _cheapest(asked, prices, known)
-    first_s, cost_s = prices[replica]
+    first_s, cost_s, _ = prices[replica]
     n_cached = max(asked.n_ready, known[replica] * asked.page_size)
     return ReplicaChoice(replica=replica, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
 
@@ -106,8 +120,8 @@ def serves(view: View, asked: Asked) -> bool:
     return asked.adapter is None or asked.adapter in view.adapters
 
 
-def price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, float]:
-    """(seconds to the first token, those and what others pay) at a replica that has ``n_pages`` of its prompt."""
+def price(asked: Asked, candidate: Candidate, n_pages: int) -> Price:
+    """The price of a replica that has ``n_pages`` of the prompt."""
     view, has = candidate.view, n_pages * asked.page_size
     moved = max(0, asked.n_ready - has)
     own_s = (asked.n_prompt - has - moved) * view.prefill_token_s
@@ -115,16 +129,19 @@ def price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, floa
     move_s = 2 * view.page_s * moved / asked.page_size
     first_s = view.wait_s.get(asked.lane, 0.0) + candidate.sent_s + move_s + own_s
     others_s = rows * (own_s + asked.n_out * view.row_s)
-    return first_s * candidate.suspicion, (first_s + others_s) * candidate.suspicion
+    times = candidate.suspicion
+    return Price(first_s * times, (first_s + others_s) * times, own_s * times)
 
 
-def _cheapest(asked: Asked, prices: Mapping[int, tuple[float, float]], known: Seq[int]) -> int:
+def _cheapest(asked: Asked, prices: Mapping[int, Price], known: Seq[int]) -> int:
     """The replica of least cost; where nobody has a page, that of the prefix's hash among the near ones."""
     if any([known[i] for i in prices]):
-        most_s = min([cost_s for _, cost_s in prices.values()])
-    else:
-        most_s = SLACK * sum([cost_s for _, cost_s in prices.values()]) / len(prices)
-    near = [i for i, (_, cost_s) in prices.items() if cost_s <= most_s]
+        costs = {i: price.cost_s + price.evicted_s for i, price in prices.items()}
+        most_s = min(costs.values())
+    else:  # all evict the same
+        costs = {i: price.cost_s for i, price in prices.items()}
+        most_s = SLACK * sum(costs.values()) / len(costs)
+    near = [i for i, cost_s in costs.items() if cost_s <= most_s]
     near = near or list(prices)  # the mean of equal numbers may be below them
     return near[0] if len(near) == 1 else max(near, key=lambda i: _weight(asked, i))
 

@@ -23,6 +23,8 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
     from jserve.fleet.on_ray import RayReplicas
 
     _check_numbers(config.fleet)
+    if config.cache.kv_events:
+        raise ConfigError("kv_events: is of one engine; there are replicas", field="kv_events")
     roles = parse_roles(config.fleet.roles, config.fleet.replicas)
     if roles:
         config = with_shared_pages(config)

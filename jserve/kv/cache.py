@@ -38,11 +38,11 @@ from jserve.window import Window
 
 
 class PageListener(Protocol):
-    """Hears which pages of the device can be found, by the digest of all tokens up to their end."""
+    """Hears which pages of the device can be found (``digest_of`` names them)."""
 
-    def added(self, digest: bytes) -> None: ...
+    def added(self, node: Node) -> None: ...
 
-    def removed(self, digest: bytes) -> None: ...
+    def removed(self, node: Node) -> None: ...
 
 
 class PageCache:
@@ -297,7 +297,7 @@ class PageCache:
                 if made:
                     self.pool.refs[page] += 1
                     if self.listener is not None:
-                        self.listener.added(digest_of(node))
+                        self.listener.added(node)
         lease.node = node
         lease.n_published = max(lease.n_published, full)
         lease.next_full = (lease.n_published + 1) * Z
@@ -354,7 +354,7 @@ class PageCache:
 
     def _tell_removed(self, node: Node) -> None:
         if self.listener is not None:
-            self.listener.removed(digest_of(node))
+            self.listener.removed(node)
 
     def snapshot(self, slots: list[int], n_tokens: int) -> np.ndarray:
         """int32[len(slots), ceil(n_tokens / Z)]: a copy of the table rows of ``slots``."""

@@ -8,6 +8,8 @@ import pytest
 
 from jserve.fleet.page_log import PageLog
 from jserve.fleet.pages import PageIndex, digests_of
+from jserve.kv.radix import Node
+from jserve.kv.tiers import digest_of
 from jserve.sched.cache.retention import root_of
 from tests.sched.sched_drive import Drive, limits, request
 
@@ -39,8 +41,11 @@ def test_the_events_say_what_can_be_found(seed):
 
 
 def test_events_are_given_once():
-    log = PageLog()
-    log.added(b"0123456789abcdef")
-    assert [(e.added, e.digest) for e in log.take()] == [(True, b"01234567")]
+    log, root = PageLog(), Node(None, ("", "", None), 0)
+    node = Node(root, (1, 2, 3, 4), 7)
+    log.added(node)
+    log.removed(node)
+    name = digest_of(node)[:8]
+    assert [(e.added, e.digest) for e in log.take()] == [(True, name), (False, name)]
     assert log.take() == []
-    assert log.n_taken == 1
+    assert log.n_taken == 2

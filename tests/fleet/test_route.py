@@ -133,6 +133,17 @@ def test_the_price_in_seconds_by_hand():
     assert choice.cost_s == pytest.approx(choice.first_s + 2 * 5 * (new * 1e-3 + 20 * 1e-4))
 
 
+def test_what_is_evicted_and_computed_again_counts():
+    """Half of the prompt is there, and a wait that is longer than the other half: without what it evicts elsewhere
+    the prefix would soon be everywhere."""
+    holds = Candidate(view=view(wait_s={"standard": 0.1}, n_rows=0))
+    empty = Candidate(view=view(wait_s={}, n_rows=0))
+    assert chosen([holds, empty], [4, 0]) == 0
+    dear = Candidate(view=view(wait_s={"standard": 0.15}, n_rows=0))
+    assert chosen([dear, empty], [4, 0]) == 1, "more than twice what it has"
+    assert route(asked(), [holds, empty], index([0, 0])).replica == 1
+
+
 def test_a_promise_that_only_one_can_keep_is_its_own():
     """The other has the whole prefix, and a queue."""
     late = Candidate(view=view(wait_s={"standard": 0.15}, n_rows=0))
