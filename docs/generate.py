@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jserve import cli_options
 from jserve.api.http.routes import PUBLIC
+from jserve.api.ops.engine_metrics import FLEET_COUNTERS, FLEET_GAUGES
 from jserve.api.ops.support import markdown
 from jserve.cli import app
 from jserve.config import sections
@@ -65,7 +66,7 @@ METRICS = f"""{FROM}
 `GET /metrics` answers in Prometheus' text format, or in OpenMetrics where that is asked for. Names follow vLLM's under
 the prefix `jserve:`; a table has [the names of other servers](http.md#coming-from-vllm-sglang-or-llamacpp). Counters
 end in `_total` and run since the start; times are in seconds. No label holds a client's text; nearly all metrics have
-the label `model_name`. Those of speculation, experts, host memory and disk are there while these are in use.
+the label `model_name`. Those of speculation, experts, host memory, disk and replicas are there while these are in use.
 
 | metric | type | labels | |
 |---|---|---|---|
@@ -172,9 +173,18 @@ def metrics(scrape: str) -> str:
     """docs/metrics.md, from what ``GET /metrics`` answered."""
     rows = (
         f"| `{name}` | {kind} | {', '.join(labels)} | {_cell(help)} |\n"
-        for name, kind, labels, help in rows_of(scrape)
+        for name, kind, labels, help in sorted(rows_of(scrape) + fleet_rows())
     )
     return METRICS + "".join(rows)
+
+
+def fleet_rows() -> list[tuple[str, str, list[str], str]]:
+    """As ``rows_of``, of what there is with replicas only."""
+    gauges = [(f"jserve:{name}", "gauge", [], help) for name, help in FLEET_GAUGES.items()]
+    counters = [
+        (f"jserve:{name}_total", "counter", [], help) for name, help in FLEET_COUNTERS.items()
+    ]
+    return gauges + counters
 
 
 def rows_of(scrape: str) -> list[tuple[str, str, list[str], str]]:

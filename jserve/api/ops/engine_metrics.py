@@ -70,8 +70,28 @@ _LANE_COUNTERS = {
 }
 
 
+FLEET_GAUGES = {
+    "fleet_load": "Work that replicas are offered, in device seconds of a full engine a second.",
+    "replicas_needed": "Replicas that this load needs; 0 before the first minute.",
+}
+FLEET_COUNTERS = {
+    "engine_audited": "Answers that another replica computed once more.",
+    "engine_audit_mismatches": "Of these, answers of replicas that were not what the others said.",
+    "engine_hedged": "Requests that were sent to a second replica because their first token was late.",
+    "engine_hedges_won": "Of these, those that the second replica answered.",
+    "engine_ejected": "Times that a replica was put out because it was slow.",
+    "engine_silent": "Times that a replica with work said nothing for too long.",
+    "engine_moved": "Requests that went on elsewhere though their replica lived.",
+    "engine_remote_prefills": "Prompts that a prefill replica computed.",
+    "engine_remote_prefills_failed": "Prompts that a prefill replica was to compute and did not.",
+}
+"""Help of what there is with replicas only."""
+
+
 # Help of what is exported under its own name.
 _HELP = {
+    **FLEET_GAUGES,
+    **FLEET_COUNTERS,
     "spec_decode_num_drafts": "Rows that tried drafts, by proposer.",
     "spec_decode_num_draft_tokens": "Drafts tried, by proposer and lane.",
     "spec_decode_num_accepted_tokens": "Drafts accepted, by proposer and lane.",
@@ -98,8 +118,6 @@ _HELP = {
     "expert_load_max_over_mean_worst": "The same of the layer where it is highest.",
     "expert_moves_total": "Copies and exchanges of experts between slots.",
     "expert_rebalances_total": "Times that new places of experts were planned.",
-    "fleet_load": "Work that replicas are offered, in device seconds of a full engine a second.",
-    "replicas_needed": "Replicas that this load needs; 0 before the first minute.",
     "host_pages": "KV pages that host memory holds at most.",
     "host_pages_used": "KV pages in host memory.",
     "host_pages_private": "Of these, pages of swapped sequences.",
@@ -132,17 +150,8 @@ _HELP = {
     "engine_deaths": "Ends of the engine's process that nobody asked for.",
     "engine_dropped_outputs": "Outputs of choices that had ended.",
     "engine_faults": "Faults that the engine reported.",
-    "engine_audited": "Answers that another replica computed once more.",
-    "engine_audit_mismatches": "Of these, answers of replicas that were not what the others said.",
-    "engine_hedged": "Requests that were sent to a second replica because their first token was late.",
-    "engine_hedges_won": "Of these, those that the second replica answered.",
-    "engine_ejected": "Times that a replica was put out because it was slow.",
-    "engine_moved": "Requests that went on elsewhere though their replica lived.",
-    "engine_remote_prefills": "Prompts that a prefill replica computed.",
-    "engine_remote_prefills_failed": "Prompts that a prefill replica was to compute and did not.",
     "engine_restarts": "Starts of the engine's process after a death.",
     "engine_resumed": "Requests that another engine went on with, each time.",
-    "engine_silent": "Times that a replica with work said nothing for too long.",
     "engine_slow_readers": "Requests ended because their client read too slowly.",
     "engine_degraded": "Times that the engine became degraded and refused new requests.",
 }
