@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jserve.engine.replica import Replica
 from jserve.engine.streams import Stream
@@ -52,7 +53,9 @@ class Audits:
 
     Args:
         sent: where requests are.
-        choose_other: the cheapest replica for a request but those of these names, which it is then taken to be sent to.
+        choose_other: the cheapest replica for a stream's request but those of these names, which it is then taken to be
+            sent to.
+        updating: weights are being replaced: answers may come from two.
         share: of requests, those that are audited; 0: none.
         clock: monotonic seconds.
     """
@@ -60,12 +63,13 @@ class Audits:
     def __init__(
         self,
         sent: SentRequests,
-        choose_other: Callable[[Request, set[str]], Sent | None],
+        choose_other: Callable[[Stream, Collection[str]], Sent | None],
+        updating: Callable[[], bool],
         *,
         share: float,
         clock: Clock,
     ) -> None:
-        self._sent, self._choose_other = sent, choose_other
+        self._sent, self._choose_other, self._updating = sent, choose_other, updating
         self._share, self._clock = share, clock
         self._audits: dict[str, _Audit] = {}
         self.counts = AuditCounts()
@@ -73,11 +77,12 @@ class Audits:
     def __len__(self) -> int:
         return len(self._audits)
 
-    def over(self, stream: Stream, replica: str) -> None:
-        """``stream``, which ``replica`` alone answered, is over."""
-        request = stream.request
+    def over(self, stream: Stream, sent: Sent) -> None:
+        """``stream``, which the replica of ``sent`` alone answered, is over."""
+        request, member = stream.request, sent.member
         plain = stream.attempt == 0 and request.cache is None and any(stream.said)
-        if not plain or _drawn(request.id) >= self._share:
+        same = sent.weights == member.weights and not self._updating()
+        if not plain or not same or _drawn(request.id) >= self._share:
             return
         quiet = replace(
             request,
@@ -87,21 +92,21 @@ class Audits:
             tpot_deadline_ms=None,
             deadline_ms=None,
         )
-        self._begin(quiet, {replica: tuple(tuple(ids) for ids in stream.said)})
+        self._begin(quiet, sent.weights, {member.name: tuple(tuple(ids) for ids in stream.said)})
 
-    def _begin(self, request: Request, said: dict[str, Said]) -> None:
-        """Have one more replica answer ``request``, if there is one."""
-        target = self._choose_other(request, set(said))
+    def _begin(self, request: Request, weights: Any, said: dict[str, Said]) -> None:
+        """Have one more replica answer ``request``, if there is one with these weights."""
+        stream = Stream(request, clock=self._clock)
+        stream.attempt, stream.weights = request.attempt, weights
+        target = self._choose_other(stream, said)
         if target is None:
             return
-        audit = _Audit(request, said, Stream(request, clock=self._clock), target)
-        audit.stream.attempt = request.attempt
         try:
-            target.member.work_on(audit.stream, request)
+            target.member.work_on(stream, request)
         except JserveError:
             self._sent.settle_copy(target)
             return
-        self._audits[request.id] = audit
+        self._audits[request.id] = _Audit(request, said, stream, target)
 
     def took(self, replica: Replica, output: Output) -> bool:
         """True: ``output`` is of an audit."""
@@ -111,18 +116,18 @@ class Audits:
         stream = audit.stream
         stream.put(output)
         first = next(iter(audit.said.values()))
-        if output.error is not None:
+        if output.error is not None or self._updating():
             self.drop(output.request_id)
         elif all(_told(stream, i, len(ids)) for i, ids in enumerate(first)):
             self.drop(output.request_id)
             said = [tuple(ids[: len(first[i])]) for i, ids in enumerate(stream.said)]
-            self._compare(audit.request, audit.said | {audit.sent.member.name: tuple(said)})
+            self._compare(audit, audit.said | {audit.sent.member.name: tuple(said)})
         return True
 
-    def _compare(self, request: Request, said: dict[str, Said]) -> None:
-        votes = Counter(said.values())
+    def _compare(self, audit: _Audit, said: dict[str, Said]) -> None:
+        request, votes = audit.request, Counter(said.values())
         if len(said) < VOTES and len(votes) > 1:
-            self._begin(request, said)
+            self._begin(request, audit.stream.weights, said)
             if request.id in self._audits:
                 return
         self.counts.compared += 1

@@ -10,7 +10,7 @@ one is cancelled. Nothing was told before, so an answer is always one replica's:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from jserve.engine.replica import Replica
@@ -38,7 +38,8 @@ class Hedging:
 
     Args:
         sent: where requests are.
-        choose_other: the cheapest replica for a request but those of these names, which it is then taken to be sent to.
+        choose_other: the cheapest replica for a stream's request but those of these names, which it is then taken to be
+            sent to.
         suspicion: hears of replicas whose first token came too late.
         share: of requests of lane interactive, those that may be sent twice; 0: none.
         clock: monotonic seconds.
@@ -50,7 +51,7 @@ class Hedging:
     def __init__(
         self,
         sent: SentRequests,
-        choose_other: Callable[[Request, set[str]], Sent | None],
+        choose_other: Callable[[Stream, Collection[str]], Sent | None],
         suspicion: Suspicion,
         *,
         share: float,
@@ -78,7 +79,7 @@ class Hedging:
         for stream in streams:
             sent = self._sent.get(stream.request.id)
             if sent is not None and self._may_hedge(stream, sent) and _late(sent, now):
-                self._send(stream.request, sent)
+                self._send(stream, sent)
 
     def _may_hedge(self, stream: Stream, sent: Sent) -> bool:
         request = stream.request
@@ -87,8 +88,9 @@ class Hedging:
         first = stream.attempt == 0 and stream.replica is sent.member
         return first and request.cache is None and request.params.prompt_logprobs is None
 
-    def _send(self, request: Request, first: Sent) -> None:
-        target = self._choose_other(request, {first.member.name})
+    def _send(self, stream: Stream, first: Sent) -> None:
+        request = stream.request
+        target = self._choose_other(stream, {first.member.name})
         if target is None:
             return
         loaded = target.member.stats.values.get("overload_level", 0.0)

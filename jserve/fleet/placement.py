@@ -7,7 +7,7 @@ member is ``fleet.face``'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from jserve.engine.replica import Replica
@@ -70,7 +70,9 @@ class Placement:
         self.hedging = Hedging(
             self.sent, self._choose_other, suspicion, share=hedge_share, clock=clock
         )
-        self.audits = Audits(self.sent, self._choose_other, share=audit_share, clock=clock)
+        self.audits = Audits(
+            self.sent, self._choose_other, lambda: rollout.busy, share=audit_share, clock=clock
+        )
         self.page_size, self.closed, self.n_moved = 0, False, 0
 
     @property
@@ -207,7 +209,7 @@ class Placement:
         sent = self.sent.settle(stream.request.id)
         if sent is not None:
             self.sent.learn(stream)
-            self.audits.over(stream, sent.member.name)
+            self.audits.over(stream, sent)
             self._suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
 
     def park(self, streams: list[Stream], why: str, code: str | None = EngineDead.code) -> None:
@@ -238,15 +240,14 @@ class Placement:
         self.park(streams, why)
         self.go_on()
 
-    def _choose_other(self, request: Request, names: set[str]) -> Sent | None:
-        """The cheapest replica for ``request`` but those of ``names``, which it is taken to be sent to."""
+    def _choose_other(self, stream: Stream, names: Collection[str]) -> Sent | None:
+        """The cheapest replica for the request of ``stream`` but those of ``names``, with the weights that ``stream``
+        comes from; it is taken to be sent there."""
         members = {one.number: one for one in self._ready}
         if not members:
             return None
-        like = next((one for one in members.values() if one.name in names), None)
-        candidates, asked = self.router.candidates, self.asked_of(request)
-        if like is not None:
-            asked = replace(asked, weights=like.weights)
+        candidates = self.router.candidates
+        asked = replace(self.asked_of(stream.request), weights=stream.weights)
         were_out = [candidate.out for candidate in candidates]
         try:
             for i, candidate in enumerate(candidates):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jserve.engine.streams import Stream
 from jserve.fleet.asking import Asking
@@ -27,6 +27,11 @@ class Sent:
     at: float
     first: bool = True
     """Nothing of it came yet."""
+    weights: str | None = field(init=False)
+    """Those that the replica had then."""
+
+    def __post_init__(self) -> None:
+        self.weights = self.member.weights
 
     def ratio(self, now: float) -> float:
         """Its first token's time, which is now, over the promised one."""

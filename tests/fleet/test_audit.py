@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import msgspec
 import pytest
 
+from jserve.engine.wire import Control
 from jserve.fleet.face import FleetEngine
 from tests.fleet.fakes import DirectoryRunner, ThreadSource
 from tests.fleet.test_face import answers, begun, requests, until
@@ -121,3 +123,36 @@ async def test_what_was_left_is_compared_as_far_as_it_came(tmp_path):
         await until(lambda: world.fleet.counters["audited"] == 1)
         await world.done()
         assert world.fleet.counters["audit_mismatches"] == 0
+
+
+async def test_answers_of_other_weights_are_not_compared(tmp_path):
+    """Audits end where an update begins, and an answer that saw one has none."""
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "weights").write_text("2")
+    async with World(tmp_path, 2) as world:
+        first, second = world.fleet.members
+        running = asyncio.ensure_future(answers(world.fleet, requests(6, 60)))
+        await begun(world.fleet, 6)
+        command = Control(id="u", action="update_weights", source=str(new), version="2")
+        update = asyncio.ensure_future(world.fleet.control(command))
+        await asyncio.gather(running, update)
+        await world.done()
+        assert (first.weights, second.weights) == ("w2", "w2")
+        assert world.fleet.counters["audit_mismatches"] == 0
+        await answers(world.fleet, requests(4, 60))
+        await world.done()
+        assert world.fleet.counters["audited"] >= 4
+        assert world.fleet.counters["audit_mismatches"] == 0
+
+
+async def test_the_second_answer_is_of_the_same_weights(tmp_path):
+    async with World(tmp_path, 2) as world:
+        answering = asyncio.ensure_future(answers(world.fleet, requests(1, 40)))
+        await begun(world.fleet, 1)
+        [busy] = [one for one in world.fleet.members if one.n_open]
+        [other] = [one for one in world.fleet.members if one is not busy]
+        candidate = world.fleet._router.candidates[other.number]
+        candidate.view = msgspec.structs.replace(candidate.view, weights="w9")
+        await answering
+        assert not len(world.audits)
