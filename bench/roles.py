@@ -115,7 +115,8 @@ async def measure(setup: str, prompts: list[int], repeats: int) -> dict[str, Any
     try:
         if "roles" in SETUPS[setup]:
             all_remote(engine)
-        load, found = Load(engine), {"setup": setup}
+        load = Load(engine)
+        found: dict[str, Any] = {"setup": setup}
         for n in prompts:
             found[f"first_ms_{n}"] = await load.idle(n, repeats)
         found |= await load.beside(max(prompts))

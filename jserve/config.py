@@ -512,7 +512,7 @@ class FleetOptions:
     )
     hedge_share: float = opt(
         0.0,
-        "of interactive requests, those that another replica may get too when their first token is late",
+        "of interactive requests, those that a second replica may get if their first token is late",
         min=0.0,
         max=1.0,
     )

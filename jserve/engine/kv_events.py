@@ -70,7 +70,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What happened since the last batch; ``ts`` in seconds since 1970."""
+    """The events since the last batch; ``ts`` in seconds since 1970."""
 
     ts: float
     events: list[Event]

@@ -35,7 +35,7 @@ class _Audit:
 
     request: Request
     said: dict[str, Said]
-    """What was said so far, by replica."""
+    """The answers so far, by replica."""
     stream: Stream
     sent: Sent
 

@@ -34,7 +34,7 @@ EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """What a replica says of its work, in seconds."""
+    """A replica's work, as it says itself, in seconds."""
 
     offered_s: float
     """Work of the requests that it admitted since its start."""
@@ -55,7 +55,7 @@ def load_of(values: Mapping[str, float]) -> ReplicaLoad:
 
 
 class Autoscaler:
-    """How many replicas are needed, from what they said so far.
+    """Counts the replicas that are needed, from what they said so far.
 
     Args:
         window_s: the load is the mean of so many seconds.

@@ -26,7 +26,7 @@ from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, Request
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.member import Member, all_unfit, state_of
-from jserve.fleet.placement import Placement
+from jserve.fleet.placement import RequestPlacement
 from jserve.fleet.roles import lacking
 from jserve.fleet.rollout import ACTIONS, Rollout
 from jserve.fleet.router import ReplicaRouter
@@ -93,7 +93,7 @@ class FleetEngine(EngineFace):
         self._members: dict[str, Member] = {}
         self._listed: set[str] = set()
         self._handles = HandlePlaces()
-        self._placement = Placement(
+        self._placement = RequestPlacement(
             self._members,
             self._router,
             self._handles,

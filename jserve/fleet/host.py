@@ -161,7 +161,7 @@ class EngineHost:
             raise EngineDead(self._why)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What ``fleet.serve_policy`` reads; called by Serve, which finds this method by its name."""
+        """The figures that ``fleet.serve_policy`` reads; called by Serve, which finds this method by its name."""
         values = self._stats.values
         load = {name: values.get(name, 0.0) for name in LOAD_VALUES}
         return {**load, RETIRED: float(self._retired)}

@@ -28,7 +28,7 @@ from jserve.ports import Clock
 from jserve.types import Finish, Lane, Output, Request
 
 
-class Placement:
+class RequestPlacement:
     """Requests of ``members``, which are kept by name.
 
     Args:

@@ -16,7 +16,7 @@ from jserve.fleet.autoscale import Autoscaler, load_of
 
 RETIRED = "retired"
 FIRST_START_S = 60.0
-"""What a replica is taken to need until it is ready, before one was seen to start."""
+"""A replica is taken to need so long until it is ready, before one was seen to start."""
 
 
 class ServePolicy:
@@ -31,7 +31,7 @@ class ServePolicy:
         self.start_s = FIRST_START_S
         """Seconds from the wish for more replicas until all run, when it was last seen."""
         self._wished: tuple[float, int] | None = None
-        """When how many replicas were wished for that do not all run yet."""
+        """(time, replicas) of the wish for more that do not all run yet."""
         self._retired: set[str] = set()
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:

@@ -88,7 +88,7 @@ class FleetSimulation:
         self.samples: list[tuple[float, int, int, int, int]] = []
         self.autoscaler = Autoscaler()
         self._starting: list[float] = []
-        """When those that were started will be ready."""
+        """Times at which those that were started will be ready."""
         self._next_sample = 0.0
         self._sent: dict[str, tuple[Asked, _SimReplica]] = {}
         """By request id, what was asked and where it went."""

@@ -167,6 +167,7 @@ def test_the_tree_never_unpickles_evaluates_or_asks_for_the_wall_clock():
         "api/openai/usage.py",
         "api/request/parsed.py",
         "api/responses/reply.py",
+        "engine/kv_events.py",
     }
     # It reads what only this user, or root, can have written (tests/runner/test_program_files.py).
     unpickles = "runner/program_files.py"
