@@ -124,6 +124,7 @@ def test_who_missed_some_gets_them_again(subscriber, tmp_path):
     drive = Drive(limits(n_pages=33))
     cache = drive.scheduler.resources.cache
     cache.listener = events = KvEvents(subscriber.endpoint, replay, TOPIC, cache.page_size)
+    subscriber.take(1)
     for i in range(4):
         drive.add(request(f"r{i}", [i] * 20, max_tokens=2))
         drive.run()
