@@ -247,6 +247,34 @@ async def test_a_prefix_goes_to_where_it_is():
         assert sorted(one.n_requests for one in fleet.members) == [0, 6]
 
 
+async def test_d7_a_popular_prefix_is_evicted_everywhere_at_once():
+    """Each replica computes it once more for all who ask at once, and nobody is told anything else."""
+    prefix = tuple(7 * j % 250 for j in range(160))
+    asked = [
+        dataclasses.replace(one, prompt_ids=(*prefix, *one.prompt_ids[:4]))
+        for one in requests(24, 10)
+    ]
+    whole = await undisturbed(asked)
+    async with World(3) as world:
+        fleet = world.fleet
+
+        def computed() -> float:
+            return sum(one.stats.values["prefill_tokens_total"] for one in fleet.members)
+
+        assert await answers(fleet, asked) == whole
+        await until(lambda: all(one.stats.values.get("pages_cached") for one in fleet.members))
+        await fleet.control(Control(id="evict", action="reset_prefix_cache"))
+        await until(lambda: not len(fleet._router.pages))
+        before = computed()
+        assert await answers(fleet, asked) == whole
+        await until(lambda: not any(one.stats.running for one in fleet.members))
+        most = (
+            3 * len(prefix) + len(asked) * 36
+        )  # a choice has a page and what follows the prefix for itself
+        assert before < computed() <= before + most
+        assert len(fleet._router.pages) > 0, "it is known again"
+
+
 async def test_a_pause_of_the_front_is_no_replicas_fault():
     """What replicas said meanwhile is heard late."""
     async with World(2) as world:
