@@ -306,9 +306,8 @@ class RayReplicas:
         if options.max_replicas <= options.replicas:
             return {"num_replicas": options.replicas}
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # else it is an environment variable of replicas
+            # metrics_interval_s, in whose place Ray has an environment variable of each replica
+            warnings.simplefilter("ignore", DeprecationWarning)
             scaling = AutoscalingConfig(
                 min_replicas=options.replicas,
                 initial_replicas=options.replicas,

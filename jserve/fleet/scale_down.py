@@ -65,7 +65,7 @@ class ScaleDown:
 
     async def retire(self, member: Member) -> None:
         """Have ``member``, which works on nothing any more, end."""
-        log.warning("replica %s is stopped: %d are enough", member.name, self.autoscaler.needed)
+        log.warning("replica %s is stopped: the load needs %d", member.name, self.autoscaler.needed)
         try:
             await self._source.retire(member.name)
         except JserveError as error:

@@ -41,7 +41,7 @@ class ServePolicy:
         said = _newest(context.raw_metrics or {})
         self._retired |= {name for name, values in said.items() if values.get(RETIRED)}
         gone = self._retired - running
-        for name in gone:
+        for name in self.autoscaler.saved_s.keys() - running:
             self.autoscaler.forget(name)
         self._retired &= running
         loads = {

@@ -229,6 +229,9 @@ def test_one_that_is_retired_is_not_replaced_and_one_that_dies_is():
     del serve.running["r2"]
     serve.run(20, 0.1)
     assert (serve.target, len(serve.running)) == (n - 1, n - 1)
+    assert serve.policy.autoscaler.saved_s.keys() == serve.running.keys(), (
+        "who is gone is forgotten"
+    )
 
 
 def test_no_more_are_wished_for_than_may_be():

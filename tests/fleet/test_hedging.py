@@ -35,6 +35,14 @@ class World:
         [name] = {one.name for one in self.fleet.members if one.n_open}
         return name
 
+    async def late(self, asked: list[Request]) -> tuple[asyncio.Future, str]:
+        """(answers, replica) of requests at one replica, which says nothing from now on."""
+        running = asyncio.ensure_future(answers(self.fleet, asked))
+        await until(lambda: any(one.n_open for one in self.fleet.members))
+        name = self.first()
+        self.source.hold(name, True)
+        return running, name
+
     def drawn(self, name: str) -> float:
         """Tokens that ended interactive requests had at this replica."""
         member = next(one for one in self.fleet.members if one.name == name)
@@ -58,10 +66,7 @@ async def test_a_second_replica_answers_where_the_first_one_is_late():
     asked = interactive(max_tokens=300)
     whole = await undisturbed(asked)
     async with World() as world:
-        running = asyncio.ensure_future(answers(world.fleet, asked))
-        await until(lambda: any(one.n_open for one in world.fleet.members))
-        late = world.first()
-        world.source.hold(late, True)
+        running, late = await world.late(asked)
         await until(lambda: world.hedging.n_won == 1, 0.9)
         world.source.hold(late, False)
         assert await asyncio.wait_for(running, 5.0) == whole
@@ -77,10 +82,7 @@ async def test_the_first_one_answers_where_it_speaks_after_all():
     asked = interactive(max_tokens=200)
     whole = await undisturbed(asked)
     async with World() as world:
-        running = asyncio.ensure_future(answers(world.fleet, asked))
-        await until(lambda: any(one.n_open for one in world.fleet.members))
-        late = world.first()
-        world.source.hold(late, True)
+        running, late = await world.late(asked)
         other = next(one.name for one in world.fleet.members if one.name != late)
         await until(lambda: world.hedging.n_sent == 1)
         world.source.hold(other, True)
@@ -98,10 +100,7 @@ async def test_either_of_both_may_die(dies):
     asked = interactive(max_tokens=60)
     whole = await undisturbed(asked)
     async with World(3) as world:
-        running = asyncio.ensure_future(answers(world.fleet, asked))
-        await until(lambda: any(one.n_open for one in world.fleet.members))
-        late = world.first()
-        world.source.hold(late, True)
+        running, late = await world.late(asked)
         for one in world.fleet.members:
             if one.name != late:
                 world.source.hold(one.name, True)
