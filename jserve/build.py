@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KERNEL_BACKENDS = ("native", "hopper", "hopper_fused")
-"""Attention by kernels, which work on one device's share of the heads."""
-
 SHIPPED = "jserve-mini"
 Progress = Callable[[str, int, int], None]
 """(stage, done, total)."""
@@ -145,7 +142,9 @@ def engine(
         ConfigError: an option, config.json key, file or tensor cannot be honoured.
     """
     _set_up(config)
-    config, meshes = _groups(config, mesh)
+    from jserve.runner.layout import groups
+
+    config, meshes = groups(config, mesh)
     if len(meshes) > 1:
         why = f"sharding.mesh.dp: {len(meshes)} engines, where one is asked for"
         raise ConfigError(why, field="sharding.mesh.dp")
@@ -161,7 +160,9 @@ def engines(
 ) -> tuple[DrivenEngine, dict[str, Any]]:
     """``engine``, or one for each group of devices along axis "dp" of the sharding or of ``mesh``."""
     _set_up(config)
-    config, meshes = _groups(config, mesh)
+    from jserve.runner.layout import groups
+
+    config, meshes = groups(config, mesh)
     if len(meshes) == 1:
         return _engine(config, progress, params, meshes[0])
     from jserve.fleet.data_parallel import DataParallelEngine
@@ -181,34 +182,6 @@ def _set_up(config: EngineConfig) -> None:
 
     claim_memory()
     load_plugins(config.model.plugins)
-
-
-def _groups(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, list[Any]]:
-    """The config of one engine, and the meshes of all; None stands for the first devices.
-
-    Raises:
-        ConfigError: an option that several engines of a process cannot share.
-    """
-    import dataclasses
-
-    from jserve.model.shard import group_meshes
-    from jserve.sharding import Sharding
-
-    sharding = Sharding.of(config.device.sharding) if config.device.sharding else Sharding()
-    if sharding.dp == 1 and mesh is None:
-        return config, [None]
-    meshes = group_meshes(sharding, mesh)
-    if len(meshes) > 1:
-        for name, given in (
-            ("journal", config.scheduler.journal),
-            ("disk_dir", config.cache.disk_dir),
-            ("kv_events", config.cache.kv_events),
-        ):
-            if given:
-                why = f"{name} is of one engine, and sharding has {len(meshes)} (dp)"
-                raise ConfigError(why, field=name)
-    device = dataclasses.replace(config.device, sharding=str(sharding.group))
-    return dataclasses.replace(config, device=device), meshes
 
 
 def _engine(
@@ -337,6 +310,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     from jserve.model.moe_specs import check_has_experts
     from jserve.model.quant import bytes_by_form, form_name, n_bytes
     from jserve.model.rope import for_context
+    from jserve.runner.layout import partitionable, placement
     from jserve.runner.programs import use_compile_cache
     from jserve.runner.runner import ModelRunner
     from jserve.speculation.host.methods import check
@@ -349,9 +323,9 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     scheme = _scheme(config, source, dtype)
     family = quantised(family_for(source.config), scheme)
     arch = for_context(family.arch(source.config), config.model.max_model_len)
-    mesh, rules = _placement(config, mesh)
+    mesh, rules = placement(config, mesh)
     check_has_experts(arch, rules, mesh.shape)
-    config = _partitionable(config, rules, mesh.devices.flat[0].platform)
+    config = partitionable(config, rules, mesh.devices.flat[0].platform)
     check(config.speculative, tp_size(mesh, rules))
     if config.device.compile_cache:
         use_compile_cache(cache_directory(config.device.compile_cache))
@@ -488,72 +462,6 @@ def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progres
         seed=config.model.seed + 1,
         tensor_parallel_size=options.tensor_parallel_size,
     )
-
-
-def _placement(config: EngineConfig, mesh: Any) -> tuple[Any, Any]:
-    """(mesh, rules): those of option ``sharding``, else those of the parallel sizes; on ``mesh`` where one is given.
-
-    Raises:
-        ConfigError: they contradict each other, or there are fewer devices; ``field`` is the option or key.
-    """
-    from jserve.model.shard import ShardRules, mesh_of
-    from jserve.sharding import Sharding
-
-    given, options = config.device.sharding, config.device
-    sharding = Sharding.of(given) if given else Sharding()
-    for name in ("tensor_parallel_size", "expert_parallel_size"):
-        if given and getattr(options, name) > 1:
-            why = f"sharding and {name} both say where the model lies: one of them will do"
-            raise ConfigError(why, field="sharding")
-    if mesh is None and given:
-        mesh = mesh_of(sharding)
-    mesh = _mesh(config) if mesh is None else mesh
-    if sharding.mesh and dict(sharding.mesh) != dict(mesh.shape):
-        why = f"{dict(sharding.mesh)} is not the mesh that is given, {dict(mesh.shape)}"
-        raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
-    return mesh, ShardRules.of_sharding(sharding, mesh.shape, options.num_redundant_experts)
-
-
-def _partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConfig:
-    """``config`` without kernels that XLA's partitioner cannot cut, where it is to do that.
-
-    Raises:
-        ConfigError: an option asks for such a kernel.
-    """
-    import dataclasses
-
-    device = config.device
-    if not rules.auto:
-        return config
-    for name, kernels in (("kernels", ("native",)), ("attention_backend", KERNEL_BACKENDS)):
-        if (asked := getattr(device, name)) in kernels:
-            why = f"{name} {asked}: XLA's partitioner (sharding.mode auto) cannot cut these kernels"
-            raise ConfigError(why, field=name)
-    attention = device.attention_backend
-    if attention == "auto":
-        attention = "xla" if platform == "cpu" else "dense"
-    device = dataclasses.replace(device, kernels="xla", attention_backend=attention)
-    return dataclasses.replace(config, device=device)
-
-
-def _mesh(config: EngineConfig) -> Any:
-    import jax
-
-    from jserve.model.shard import make_mesh
-
-    tp, ep = config.device.tensor_parallel_size, config.device.expert_parallel_size
-    have, kind = len(jax.devices()), jax.default_backend()
-    if tp > have:
-        raise ConfigError(
-            f"tensor_parallel_size is {tp} but there are {have} {kind} devices",
-            field="tensor_parallel_size",
-        )
-    if tp * ep > have:
-        raise ConfigError(
-            f"expert_parallel_size {ep} takes {tp * ep} devices but there are {have} {kind} devices",
-            field="expert_parallel_size",
-        )
-    return make_mesh(tp, ep=ep)
 
 
 def _dtype(config: EngineConfig, source: Any) -> Any:
