@@ -59,7 +59,8 @@ def _loop_factory() -> Any:
 
 
 async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
-    from jserve.api.http.server import serve as listen
+    import asyncio
+
     from jserve.build import serving_engine
     from jserve.errors import EngineDead
 
@@ -68,7 +69,11 @@ async def _serve(config: EngineConfig, text: TextSide, console: Any) -> int:
     async_engine = serving_engine(config)
     try:
         with start_progress(console, start_notes(config)) as shown:
-            info = await async_engine.start(shown)
+            starting = asyncio.create_task(async_engine.start(shown))
+            await asyncio.sleep(0)  # the engine's process begins before this one imports the rest
+            from jserve.api.http.server import serve as listen
+
+            info = await starting
         ready_s = time.monotonic() - began
         return await listen(
             config,

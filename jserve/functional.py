@@ -12,7 +12,7 @@ tree that ``LLM(params=)`` and ``LLM.update_weights`` take.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def forward(
     T = tokens.shape[0]
     view = _view(tokens, segments)
     ctx = Ctx.of(model.arch, view, train(longest or T), Axes())
-    ctx = ctx.replace(edits=_edits(model, add or {}, view.pos_T.shape[0]))  # type: ignore[attr-defined]
+    ctx = replace(ctx, edits=_edits(model, add or {}, view.pos_T.shape[0]))
     kv = _nothing_kept(model, view.pos_T.shape[0])
     found: list[jax.Array] = []
     if points or add:

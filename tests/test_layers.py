@@ -355,3 +355,13 @@ def test_one_file_imports_ray() -> None:
         if "ray" in {n.split(".")[0] for n in _imports(path, typing_only=True)}
     ]
     assert found == [ON_RAY]
+
+
+def test_the_runner_loads_neither_flax_nor_orbax() -> None:
+    """They cost a start half a second, and only some sources of weights need them."""
+    code = "import jserve.runner.runner, sys; print([m for m in ('flax', 'orbax', 'transformers') if m in sys.modules])"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "[]"

@@ -14,6 +14,7 @@ absorbed, since results there do not depend on how a text is cut into chunks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -65,7 +66,7 @@ def _chunks(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:
 
 def _only(view: StepView, rows_R: jax.Array) -> StepView:
     """The view without the tokens of other rows, whose results are then zero."""
-    return view.replace(count_R=jnp.where(rows_R, view.count_R, 0))  # type: ignore[attr-defined]
+    return replace(view, count_R=jnp.where(rows_R, view.count_R, 0))
 
 
 def absorbed(args: LatentArgs, at: slice) -> jax.Array:

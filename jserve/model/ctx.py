@@ -7,9 +7,10 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import flax.struct
 import jax
+from jax.tree_util import register_dataclass
 
 from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import AttentionBackend
@@ -24,7 +25,8 @@ Edit = Callable[[jax.Array], jax.Array]
 """float32[T, D] at a point -> what goes on from there."""
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class Ctx:
     """The context of a pass, frozen. A pytree whose leaves are the tables and the view; the rest is static,
     so layers that differ in weights alone are one traced function."""
@@ -34,15 +36,15 @@ class Ctx:
     view: StepView
     edits: dict[str, Edit]
     """Point of the residual stream -> what changes it there; none inside layers."""
-    arch: Arch = flax.struct.field(pytree_node=False)
-    attn: AttentionBackend = flax.struct.field(pytree_node=False)
-    axes: Axes = flax.struct.field(pytree_node=False)
+    arch: Arch = jax.tree.static()
+    attn: AttentionBackend = jax.tree.static()
+    axes: Axes = jax.tree.static()
     places: Placement | None = None
     """Of the layer's experts, of all such layers outside of these; None: an expert has the slot of its number, and no
     tokens are counted."""
-    layer: int = flax.struct.field(pytree_node=False, default=0)
+    layer: int = jax.tree.static(default=0)
     """Number of the layer, or of the first one that is like it."""
-    points: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    points: tuple[str, ...] = jax.tree.static(default=())
     """Those of ``points.INSIDE`` that are read of the layer."""
 
     @classmethod
@@ -61,11 +63,11 @@ class Ctx:
         """The same for layers: with the tables of the view's positions."""
         arch, pos_T = self.arch, self.view.pos_T
         tables = tuple(rope_tables(rope, arch.H, pos_T) for rope in arch.ropes)
-        return self.replace(tables=tables)  # type: ignore[attr-defined]
+        return replace(self, tables=tables)
 
     def at(self, layer: int, places: Placement | None = None, points: tuple[str, ...] = ()) -> Ctx:
         """The same for a layer like ``layer``, whose experts have these places, and of which ``points`` are read."""
-        return self.replace(layer=layer, places=places, points=points, edits={})  # type: ignore[attr-defined]
+        return replace(self, layer=layer, places=places, points=points, edits={})
 
     def edited(self, point: str, x_TD: jax.Array) -> jax.Array:
         """The residual stream at ``point``, changed as it is to be there."""
@@ -79,7 +81,7 @@ class Ctx:
         points: tuple[str, ...] = (),
     ) -> Ctx:
         """``at`` the layer ``like``, with the pages of ``layer``, which is like it."""
-        ctx = self.replace(view=self.view.of_layer(layer))  # type: ignore[attr-defined]
+        ctx = replace(self, view=self.view.of_layer(layer))
         return ctx.at(like, places, points)
 
     @property

@@ -12,12 +12,13 @@ its position alone: not by the tokens beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import register_dataclass
 
 from jserve.model.arch import Arch, Moe
 from jserve.model.collectives import reduce, shard_index
@@ -29,7 +30,8 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 """Bytes of a weight -> the whole numbers that devices add; a sum of floats would lose the sign of a zero."""
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class Placement:
     """The slots of each expert, of one layer or, with an axis before the others, of all."""
 
@@ -43,7 +45,8 @@ class Placement:
         return Placement(slot_ER=self.slot_ER[i], n_E=self.n_E[i])
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class ExpertState:
     """Of all layers that have experts; the same on every device."""
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import register_dataclass
 
 KINDS = {
     "int8": jnp.int8,
@@ -102,7 +102,8 @@ class Form:
         return D // 2 if self.kind in HALF_BYTES else D
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class QTensor:
     """A quantised matrix; leading dimensions as those of the matrix."""
 
@@ -111,7 +112,7 @@ class QTensor:
     """float32[..., groups]."""
     zero: Any
     """int8[..., groups]; None: 0."""
-    form: Form = flax.struct.field(pytree_node=False)
+    form: Form = jax.tree.static()
     shift: Any = None
     """float32[..., groups]; None: 0."""
     order: Any = None
@@ -142,7 +143,7 @@ class QTensor:
         names = ("q", "scale", "zero", "shift")
         leaves = {name: getattr(self, name) for name in names}
         made = {name: None if x is None else change(x) for name, x in leaves.items()}
-        return self.replace(**made)  # type: ignore[attr-defined]
+        return replace(self, **made)
 
 
 def quantised_leaves(tree: Any) -> list[Any]:

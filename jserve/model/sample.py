@@ -30,10 +30,11 @@ draws (rows of the step times their positions), not experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.tree_util import register_dataclass
 
 from jserve.model.noise import Purpose, gumbel
 from jserve.model.slots import NONE, SlotState
@@ -59,7 +60,8 @@ CHANGES = BIAS | BAD_WORDS | MIN_TOKENS | PENALTY
 _NEG = -jnp.inf
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class Draws:
     """The inputs of a draw besides its logits; E draws, J - 1 drafts before each."""
 
@@ -88,7 +90,8 @@ class Draws:
     """int32: as ``RowPlan.redraw``, NONE for none; None: none for any row."""
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class Chosen:
     """The log-probabilities of the drawn tokens; zeros unless flagged."""
 
@@ -172,8 +175,8 @@ def _guided(
     if mask_EW is None or redraw_E is None:
         return _chosen(raw_EV, draws, slots, flags, part=part)
     redraws_E = redraw_E != NONE
-    unmasked = draws.replace(mask_EW=None)  # type: ignore[attr-defined]
-    masked = draws.replace(mask_EW=_less(mask_EW, redraw_E))  # type: ignore[attr-defined]
+    unmasked = replace(draws, mask_EW=None)
+    masked = replace(draws, mask_EW=_less(mask_EW, redraw_E))
     purpose_E = jnp.where(redraws_E, PURPOSE_REDRAW, PURPOSE_TOKEN)
     token_E, allowed_E = _chosen(raw_EV, masked, slots, flags, purpose_E, part)
 
@@ -223,7 +226,7 @@ def logprobs(
             return found
         picked_EK = part.at(raw_EV, pick_EK) - lse_E[:, None]
         rank_E = ranks(raw_EV, chosen_E, part)
-        return found.replace(rank_E=rank_E, picked_EK=picked_EK)  # type: ignore[attr-defined]
+        return replace(found, rank_E=rank_E, picked_EK=picked_EK)
 
     def none(raw_EV):
         ids_EL = jnp.zeros((E, n_top), jnp.int32)
@@ -231,7 +234,7 @@ def logprobs(
         if pick_EK is None:
             return found
         zeros = jnp.zeros(E, jnp.int32), jnp.zeros(pick_EK.shape)
-        return found.replace(rank_E=zeros[0], picked_EK=zeros[1])  # type: ignore[attr-defined]
+        return replace(found, rank_E=zeros[0], picked_EK=zeros[1])
 
     return jax.lax.cond(flags & LOGPROBS, some, none, raw_EV)
 

@@ -13,13 +13,13 @@ output ends with the ids before it::
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import register_dataclass
 
 from jserve.model import vocab_rows
 from jserve.model.vocab_rows import IN_PROMPT, VocabState
@@ -32,7 +32,8 @@ LOAD_PAIRS = 512
 _TAIL = MAX_BAD_WORD_TOKENS - 1
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class SlotState:
     """Per-slot rows, replicated over the mesh. C slots, V vocabulary, B tail tokens, W words of K
     ids."""
@@ -57,7 +58,7 @@ class SlotState:
 def empty(C: int, V: int, drafts: int = 0, **sizes: int) -> SlotState:
     """Slots nobody has held yet; ``sizes`` as of ``shapes``."""
     slots = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes(C, V, drafts, **sizes))
-    return slots.replace(vocab=slots.vocab and vocab_rows.leased_to_none(slots.vocab))
+    return replace(slots, vocab=slots.vocab and vocab_rows.leased_to_none(slots.vocab))
 
 
 def shapes(

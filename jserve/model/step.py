@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import register_dataclass
 
 from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
@@ -66,7 +66,8 @@ from jserve.speculation.device.verify import accept
 from jserve.speculation.drafters.drafter import REPLICATED, Drafter, Target, kv_layout
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class DeviceState:
     """Everything that survives a step; donated to it and replaced whole."""
 
@@ -78,7 +79,8 @@ class DeviceState:
     """None: experts stay where they are, and nobody counts their tokens."""
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class StepOut:
     """The arrays that a step returns to the host."""
 
@@ -391,9 +393,7 @@ def _kept(view: StepView, n_pages: int) -> StepView:
         return view
     shown_R = jnp.concatenate([jnp.zeros(view.D, bool), view.backfill_F])
     shown_T = shown_R[jnp.minimum(view.row_T, view.D + view.F - 1)]
-    return view.replace(  # type: ignore[attr-defined]
-        write_page_T=jnp.where(shown_T, n_pages, view.write_page_T)
-    )
+    return replace(view, write_page_T=jnp.where(shown_T, n_pages, view.write_page_T))
 
 
 def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
@@ -442,7 +442,7 @@ def _forward(
 ) -> Pass:
     family, experts, kv = model.family, state.experts, state.kv[: model.n_own]
     ctx = Ctx.of(model.arch, view, model.backend, model.axes, experts and experts.places)
-    ctx = ctx.replace(edits=edits)  # type: ignore[attr-defined]
+    ctx = replace(ctx, edits=edits)
     if experts is not None:
         assert family.counted is not None, f"{family.name} counts nothing"
         return family.counted(ctx, params, kv, points)

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import register_dataclass
 
 from jserve.kv_layout import KVGroups
 from jserve.model import group_pages
@@ -223,7 +223,8 @@ def _parts(fields: tuple[Field, ...]) -> list[tuple[Field | None, int, int, tupl
     return parts
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class StepView:
     """The packed buffer inside jit: named and shaped, starts and tokens resolved from the slots.
 
@@ -275,15 +276,15 @@ class StepView:
     backfill_F: jax.Array | None
     """bool: the target's KV of this prefill row exists already; only the drafter writes its own."""
     attn: dict[str, jax.Array]
-    D: int = flax.struct.field(pytree_node=False)
-    P: int = flax.struct.field(pytree_node=False)
-    F: int = flax.struct.field(pytree_node=False)
-    J: int = flax.struct.field(pytree_node=False)
+    D: int = jax.tree.static()
+    P: int = jax.tree.static()
+    F: int = jax.tree.static()
+    J: int = jax.tree.static()
     tree: DraftMask | None = None
     """The visibility among the tokens of a decode row; None: each sees those before it."""
     groups: tuple[group_pages.GroupPages, ...] = ()
     """Of each group of layers; empty: ``page_table_RM`` and ``write_page_T`` are those of all layers."""
-    places: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False, default=())
+    places: tuple[tuple[int, int], ...] = jax.tree.static(default=())
     """As ``KVGroups.places``."""
 
     def array(self, layer: int) -> int:
@@ -295,8 +296,8 @@ class StepView:
         if not self.places:
             return self
         pages = self.groups[self.places[layer][0]]
-        return self.replace(  # type: ignore[attr-defined]
-            page_table_RM=pages.table_RM, write_page_T=pages.write_T, groups=(), places=()
+        return replace(
+            self, page_table_RM=pages.table_RM, write_page_T=pages.write_T, groups=(), places=()
         )
 
 

@@ -15,16 +15,18 @@ holds it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.tree_util import register_dataclass
 
 IN_PROMPT = 1 << 30
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class VocabState:
     """U vocab rows, and which of them each of C slots has; replicated over the mesh."""
 
@@ -57,7 +59,7 @@ def shapes(C: int, V: int, U: int) -> Any:
 def leased_to_none(state: VocabState) -> VocabState:
     """``state`` with no row at any slot."""
     row_C = jnp.full(state.row_C.shape, state.counts_UV.shape[0], jnp.int32)
-    return state.replace(row_C=row_C)  # type: ignore[attr-defined]
+    return replace(state, row_C=row_C)
 
 
 def count(
@@ -74,7 +76,7 @@ def count(
         lambda c: c,
         state.counts_UV,
     )
-    return state.replace(counts_UV=counts_UV)  # type: ignore[attr-defined]
+    return replace(state, counts_UV=counts_UV)
 
 
 def load(

@@ -12,6 +12,7 @@ import enum
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ def environment(mesh: Mesh) -> str:
     facts = {
         "format": FORMAT,
         "python": sys.version_info[:2],
-        "versions": [importlib.import_module(name).__version__ for name in VERSIONED],
+        "versions": [importlib.metadata.version(name) for name in VERSIONED],
         "jax": _jax_options(),
         "xla": settings(),
         "processor": _processor(),

@@ -89,12 +89,21 @@ def in_host_memory(match: Match, dtype: Any) -> np.ndarray:
     return array.astype(dtype, copy=False)
 
 
+def is_nnx_state(tree: Any) -> bool:
+    nnx = _nnx()
+    return nnx is not None and isinstance(tree, nnx.State)
+
+
+def _nnx() -> Any:
+    """The module, None where nobody has loaded it: whoever has its types has. It takes a start 0.2 s."""
+    return sys.modules.get("flax.nnx")
+
+
 def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """(dotted path, array) of every leaf."""
-    nnx = sys.modules.get("flax.nnx")  # who has its types has loaded it
-    if nnx is not None and isinstance(tree, nnx.State):
-        tree = nnx.to_pure_dict(tree)
-    if nnx is not None and isinstance(tree, nnx.Variable):
+    if is_nnx_state(tree):
+        tree = _nnx().to_pure_dict(tree)
+    elif (nnx := _nnx()) is not None and isinstance(tree, nnx.Variable):
         tree = tree[...]
     if isinstance(tree, Mapping):
         for key, value in tree.items():

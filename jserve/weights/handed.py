@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jserve.errors import WeightsError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.rope import for_context
 from jserve.model.shard import ParamSpec
+from jserve.weights.adopt import is_nnx_state
 from jserve.weights.layout import join
 from jserve.weights.loader import load
 from jserve.weights.place import bad_values, named
@@ -50,7 +50,7 @@ def from_directory(
 
 def named_arrays(source: Any) -> Iterator[tuple[str, Any]] | None:
     """The (checkpoint name, array) pairs of ``source``; None where it is a tree."""
-    if isinstance(source, nnx.State):
+    if is_nnx_state(source):
         return None
     if isinstance(source, Mapping):
         flat = all(isinstance(k, str) and hasattr(x, "shape") for k, x in source.items())

@@ -3,6 +3,7 @@ choose alike, against exact chances."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -96,7 +97,7 @@ def draws(logits_V: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """int32[N]: what the sampler draws from these logits at N seeds."""
     row = (SamplingParams(temperature=temperature), Context(prompt=[1, 2], output=[]))
     one, flags = draws_of([row])
-    many = jax.tree.map(lambda a: jnp.repeat(a, N, axis=0), one).replace(seed_E2=seeds(N))
+    many = replace(jax.tree.map(lambda a: jnp.repeat(a, N, axis=0), one), seed_E2=seeds(N))
     raw_NV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (N, len(logits_V)))
     return np.asarray(jitted()["sample"](raw_NV, many, slots_of([row], len(logits_V)), flags)[0])
 

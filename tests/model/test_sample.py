@@ -4,6 +4,7 @@ chi-square."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -186,7 +187,8 @@ def _chi_square(kw: dict[str, Any], n: int = 50_000) -> float:
     raw_V = (np.random.default_rng(1).standard_normal(size) * 2).astype(np.float32)
     one, flags = draws_of([(params, context)])
     slots = slots_of([(params, context)], size)
-    many = one.replace(
+    many = replace(
+        one,
         **{
             name: jnp.repeat(getattr(one, name), n, axis=0)
             for name in one.__dataclass_fields__
@@ -263,16 +265,16 @@ def test_a_draw_depends_on_seed_and_position_only():
     raw_V = rng.standard_normal(V).astype(np.float32)
     seeds = [5, -1, 2**62, 5, 6]
     draws, flags = draws_of([(params, context)] * 5, seeds=seeds)
-    draws = draws.replace(pos_E=jnp.asarray([3, 3, 3, 3, 3]))
+    draws = replace(draws, pos_E=jnp.asarray([3, 3, 3, 3, 3]))
     fn, slots = jitted()["sample"], slots_of([(params, context)] * 5, V)
     raw = np.broadcast_to(raw_V, (5, V))
     first = np.asarray(fn(raw, draws, slots, flags)[0])
     assert first[0] == first[3]
     order = np.array([4, 2, 0, 1, 3])
-    shuffled = draws.replace(seed_E2=draws.seed_E2[order])
+    shuffled = replace(draws, seed_E2=draws.seed_E2[order])
     np.testing.assert_array_equal(np.asarray(fn(raw, shuffled, slots, flags)[0]), first[order])
     seen = {
-        tuple(np.asarray(fn(raw, draws.replace(pos_E=jnp.full(5, p)), slots, flags)[0]).tolist())
+        tuple(np.asarray(fn(raw, replace(draws, pos_E=jnp.full(5, p)), slots, flags)[0]).tolist())
         for p in range(12)
     }
     assert len(seen) > 8, "positions must change the draw"
@@ -291,8 +293,8 @@ def test_drafts_before_a_draw_count_as_output():
     draws, flags = draws_of(rows, J=4)
     place = jnp.arange(4)
     prefix = np.array([[d if i < j else -1 for i, d in enumerate(drafts)] for j in range(4)])
-    draws = draws.replace(
-        prefix_EJ=jnp.asarray(prefix, jnp.int32), n_prefix_E=place, pos_E=draws.pos_E + place
+    draws = replace(
+        draws, prefix_EJ=jnp.asarray(prefix, jnp.int32), n_prefix_E=place, pos_E=draws.pos_E + place
     )
     got = np.asarray(jitted()["adjust"](raw, draws, slots_of(rows, V), flags))
     for j in range(4):
@@ -388,7 +390,11 @@ def _thinking_draws(mask_V: np.ndarray, redraw: int, n: int, temperature: float 
     }
     many["seed_E2"] = jnp.stack([jnp.arange(n, dtype=jnp.uint32), jnp.zeros(n, jnp.uint32)], 1)
     many["slot_E"] = jnp.zeros(n, jnp.int32)
-    return draws.replace(**many, redraw_E=jnp.full(n, redraw, jnp.int32)), flags, slots_of([row], V)
+    return (
+        replace(draws, **many, redraw_E=jnp.full(n, redraw, jnp.int32)),
+        flags,
+        slots_of([row], V),
+    )
 
 
 def test_a_thought_begins_as_often_as_without_a_mask_and_the_answer_keeps_its_distribution():
@@ -399,7 +405,7 @@ def test_a_thought_begins_as_often_as_without_a_mask_and_the_answer_keeps_its_di
     draws, flags, slots = _thinking_draws(mask_V, OPEN, n)
     raw = jnp.tile(raw_V, (n, 1))
     token, ok = jitted()["sample"](raw, draws, slots, flags)
-    free, _ = jitted()["sample"](raw, draws.replace(mask_EW=None, redraw_E=None), slots, flags)
+    free, _ = jitted()["sample"](raw, replace(draws, mask_EW=None, redraw_E=None), slots, flags)
     token, free = np.asarray(token), np.asarray(free)
     assert np.all(ok)
     np.testing.assert_array_equal(token == OPEN, free == OPEN)
@@ -427,9 +433,9 @@ def test_a_row_that_may_think_leaves_the_others_alone(temperature):
     draws, flags, slots = _thinking_draws(mask_V, OPEN, n, temperature)
     own = jnp.where(jnp.arange(n) % 3 == 0, OPEN, -1)
     sample = jitted()["sample"]
-    mixed, _ = sample(raw, draws.replace(redraw_E=own), slots, flags)
-    masked, _ = sample(raw, draws.replace(redraw_E=jnp.full(n, -1)), slots, flags)
-    free, _ = sample(raw, draws.replace(mask_EW=None, redraw_E=None), slots, flags)
+    mixed, _ = sample(raw, replace(draws, redraw_E=own), slots, flags)
+    masked, _ = sample(raw, replace(draws, redraw_E=jnp.full(n, -1)), slots, flags)
+    free, _ = sample(raw, replace(draws, mask_EW=None, redraw_E=None), slots, flags)
     own, mixed, masked, free = (np.asarray(x) for x in (own, mixed, masked, free))
     np.testing.assert_array_equal(mixed[own < 0], masked[own < 0])
     stays = (own >= 0) & mask_V[free]

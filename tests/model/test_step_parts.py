@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,7 @@ def test_advance_moves_the_slots_of_emitting_rows_only():
     row_C = jnp.asarray(
         [U, 2, 0, 1, 2], jnp.int32
     )  # slots 1 and 4 had the same row, one after the other
-    slots = slots.replace(vocab=slots.vocab.replace(row_C=row_C))
+    slots = replace(slots, vocab=replace(slots.vocab, row_C=row_C))
     before = jax.tree.map(np.asarray, slots)
     slot_R = np.array([3, C, 0, 1, C])
     n_ok_R = np.array([3, 1, 0, 1, 0])
@@ -77,7 +79,7 @@ def test_advance_moves_the_slots_of_emitting_rows_only():
 
 def test_advance_leaves_counts_alone_when_no_row_has_penalties():
     slots = slot_rows.empty(C, V, n_vocab_rows=U)
-    slots = slots.replace(vocab=slots.vocab.replace(row_C=jnp.zeros(C, jnp.int32)))
+    slots = replace(slots, vocab=replace(slots.vocab, row_C=jnp.zeros(C, jnp.int32)))
     one = jnp.ones(1, jnp.int32)
     after = _ADVANCE(slots, one, one, one[:, None], one, jnp.asarray([False]))
     assert not np.any(np.asarray(after.vocab.counts_UV))

@@ -3,6 +3,7 @@ whole model through the step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -160,7 +161,7 @@ def test_a_level_of_a_tree_agrees_with_ref() -> None:
         view = unpack(
             jnp.asarray(buf), layout(bucket, DIMS, {}), bucket, DIMS, NoSlots(zeros, zeros)
         )
-        view = view.replace(tree=mask)
+        view = replace(view, tree=mask)
         q = jnp.asarray(rng.standard_normal((4, K * G, H)), jnp.bfloat16)
         outs.append(attn.attend(AttendArgs(q_TNH=q, window=20, scale=0.2), tuple(pool), view))
     np.testing.assert_allclose(outs[1], outs[0], atol=2e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_scales_that_are_not_repeated_with_kv_heads_are_red(
             assert qkv.shape[0] == 4
             moved = qkv.scale.at[:, -2:].set(qkv.scale[jnp.array([0, 2, 0, 2]), -2:])
             scale = jax.device_put(moved, qkv.scale.sharding)
-            layer["qkv"] = qkv.replace(scale=scale)  # type: ignore[attr-defined]
+            layer["qkv"] = replace(qkv, scale=scale)
         return params
 
     if planted:

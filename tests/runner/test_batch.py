@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import jax.numpy as jnp
 import msgspec
@@ -88,8 +89,10 @@ def test_what_the_device_reads_is_what_the_plan_says():
     pk = packer()
     pk.pack(plan(*(prefill(seq(i), 0, 9) for i in range(4))))  # leaves its marks in the buffer
     batch = pk.pack(p)
-    slots = slot_rows.empty(DIMS.C, 4).replace(
-        len_C=jnp.asarray([11, 0, 0, 10, 0, 0]), last_C=jnp.asarray([41, 0, 0, 44, 0, 0])
+    slots = replace(
+        slot_rows.empty(DIMS.C, 4),
+        len_C=jnp.asarray([11, 0, 0, 10, 0, 0]),
+        last_C=jnp.asarray([41, 0, 0, 44, 0, 0]),
     )
     view, bucket = view_of(batch, slots), batch.bucket
     J, D = bucket.J, bucket.D

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import combinations, combinations_with_replacement
 from typing import Any
@@ -72,7 +73,7 @@ def weights(mesh: Any, rules: ShardRules, family: Family | None = None) -> Any:
 
 
 def times(x: Any, factor: int) -> Any:
-    return x.replace(scale=x.scale * factor) if isinstance(x, QTensor) else x * factor
+    return replace(x, scale=x.scale * factor) if isinstance(x, QTensor) else x * factor
 
 
 def runner(ep: int = 1, tp: int = 1, family: Family | None = None, **options: Any) -> ModelRunner:

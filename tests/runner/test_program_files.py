@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import logging
 import os
 import pickle
@@ -278,6 +279,17 @@ def _patched(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], dict[str, 
     return patch
 
 
+def _version(package: str) -> Callable[[pytest.MonkeyPatch], dict[str, Any]]:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        real = importlib.metadata.version
+        monkeypatch.setattr(
+            "importlib.metadata.version", lambda name: "0.0.1" if name == package else real(name)
+        )
+        return {}
+
+    return patch
+
+
 def _flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=true")
     return {}
@@ -288,8 +300,8 @@ SHAPING: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
     "options": lambda patch: {"options": {"xla_cpu_enable_fast_math": True}},
     "type": lambda patch: {"dtype": jnp.bfloat16},
     "mesh": lambda patch: _replaced(mesh=make_mesh(2))(patch),
-    "jax": _patched("jax.__version__", "0.0.1"),
-    "jaxlib": _patched("jaxlib.__version__", "0.0.1"),
+    "jax": _version("jax"),
+    "jaxlib": _version("jaxlib"),
     "processor": _patched(KEY + "_processor", lambda: ("z80",)),
     "cores": _patched(KEY + "n_cores", lambda: 99),
     "format": _patched(KEY + "FORMAT", 99),

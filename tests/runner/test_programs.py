@@ -213,12 +213,16 @@ def test_programs_are_compiled_with_the_options_of_the_platform(monkeypatch):
     """On a GPU these make a step one CUDA graph (proved in tests/pallas_kernels)."""
     monkeypatch.delenv("XLA_FLAGS")
     flag = "xla_gpu_enable_command_buffer"
-    assert compile_options("cpu") == {} == compile_options("gpu", "xla")
+    level = "xla_backend_optimization_level"
+    assert compile_options("gpu", "xla") == {}
+    assert compile_options("cpu") == {level: "1"}
     parts = str(compile_options("gpu")[flag]).split(",")
     assert {"CONDITIONAL", "WHILE", "COLLECTIVES", "CUSTOM_CALL"} <= set(parts)
     assert compile_options("gpu", "off") == {flag: ""}
     monkeypatch.setenv("XLA_FLAGS", f"--{flag}=FUSION")
     assert compile_options("gpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{level}=3")
+    assert compile_options("cpu") == {}
     options = {"xla_no_such_option": "1"}
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         programs.Programs(runner("xla").model, [Bucket(D=2, P=0, F=0)], options=options)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import register_dataclass
 
 from jserve.errors import ConfigError
 from jserve.model.draws import drawn_places, per_draw
@@ -29,7 +29,8 @@ MOST_NUMBERS = 8
 MOST = float(np.finfo(np.float32).max)
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class RowView:
     """The place of a draw, as far as a processor may know it."""
 

@@ -11,12 +11,13 @@ the scores up::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import register_dataclass
 
 from jserve.model.feature import StepFeature, in_range
 from jserve.model.sample import logprobs, ranks
@@ -31,7 +32,8 @@ BLOCK = 32
 """Prefill tokens whose logits exist at once."""
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class Scores:
     """Log-probabilities of the prefill tokens' successors, P of them (garbage where ``target_T`` is
     -1)."""

@@ -10,6 +10,7 @@ path::
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -54,7 +55,8 @@ def as_chain(view: StepView, path_DJ: jax.Array) -> StepView:
     place_T = jnp.concatenate(
         [(view.start_R[: view.D, None] + jnp.arange(view.J)).reshape(-1), view.pos_T[n:]]
     )
-    return view.replace(  # type: ignore[attr-defined]
+    return replace(
+        view,
         tok_T=along(view, path_DJ, view.tok_T),
         pos_T=jnp.where(view.row_T < view.D + view.F, place_T, -1),
         tree=None,

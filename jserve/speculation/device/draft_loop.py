@@ -114,7 +114,7 @@ def _doubled(outcome: StepOutcome) -> StepOutcome:
     rows = {name: jnp.repeat(getattr(view, name), 2, axis=0) for name in named}
     return replace(
         outcome,
-        view=view.replace(**rows),  # type: ignore[attr-defined]
+        view=replace(view, **rows),
         token_RJ=jnp.repeat(outcome.token_RJ, 2, axis=0),
         n_ok_R=jnp.pad(outcome.n_ok_R, (0, 1)),
         len_R=jnp.repeat(outcome.len_R, 2),

@@ -15,7 +15,7 @@ the scratch page and are merely bad.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -110,7 +110,8 @@ class DraftPasses:
             x_RW = jnp.broadcast_to(x_RW, (R, W))
             return jnp.where(live_R[:, None], x_RW, dead).reshape(-1)
 
-        return old.replace(  # type: ignore[attr-defined]
+        return replace(
+            old,
             tok_T=each(tok_RW, 0),
             row_T=each(row_R[:, None], R),
             pos_T=each((self.base_R + depth - 1)[:, None], -1),

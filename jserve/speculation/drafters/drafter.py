@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.struct
 import jax
 import numpy as np
+from jax.tree_util import register_dataclass
 
 from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
@@ -72,7 +72,8 @@ class Target:
         return x_EV
 
 
-@flax.struct.dataclass
+@register_dataclass
+@dataclass(frozen=True)
 class Seen:
     """The hidden states that a step computed for its tokens. Tokens of a decode row are the accepted ones, then
     others that may hold anything: no later pass reads what is written for them before writing it anew."""

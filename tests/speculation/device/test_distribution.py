@@ -13,6 +13,7 @@ probabilities are never used, filtered or not. The others are planted below.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -106,7 +107,8 @@ def drawn(setting: str, last_N, output_NJ, place: int, key_place: int, mask) -> 
     one, flags = draws_of([(params, Context(prompt=PROMPT, output=[]))], J=2)
     draws = jax.tree.map(lambda a: jnp.repeat(a, N, axis=0), one)
     seeds = np.arange(N, dtype=np.int64).view(np.uint32).reshape(N, 2)
-    draws = draws.replace(
+    draws = replace(
+        draws,
         seed_E2=jnp.asarray(seeds),
         pos_E=jnp.full(N, POS + key_place, jnp.int32),
         prefix_EJ=jnp.asarray(output_NJ),

@@ -10,6 +10,7 @@ otherwise where there are drafts. ``tests/speculation/device/test_rejection_refe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -143,7 +144,7 @@ class DrawnAnew:
         self.real, self.other_E = real, None
 
     def sample(self, raw_EV, what, slots, flags):
-        self.other_E = self.real(raw_EV, what.replace(pos_E=what.pos_E + 5000), slots, flags)[0]
+        self.other_E = self.real(raw_EV, replace(what, pos_E=what.pos_E + 5000), slots, flags)[0]
         return self.real(raw_EV, what, slots, flags)
 
     def changed(self, view, token_DJ, drawn_DJ):
@@ -154,7 +155,7 @@ class DrawnAnew:
 def _changed_draws(change: Callable) -> Callable:
     def draws_of(view):
         made = draws.draws_of(view)
-        return made.replace(**change(made))
+        return replace(made, **change(made))
 
     return draws_of
 
