@@ -48,8 +48,10 @@ SHOWN = (
 )
 
 
-def read_gb_s(mib: int = 256, repeats: int = 5) -> float:
-    """Best GB/s at which all cores together read memory."""
+def read_gb_s(
+    mib: int = 256, repeats: int = 5, of: Callable[[Sequence[float]], float] = min
+) -> float:
+    """GB/s at which all cores together read memory: the best of ``repeats`` runs, or ``of`` their seconds."""
     parts = [
         np.ones(mib * (1 << 20) // 4 // len(usable_cores()), np.float32) for _ in usable_cores()
     ]
@@ -59,7 +61,7 @@ def read_gb_s(mib: int = 256, repeats: int = 5) -> float:
             begin = time.perf_counter()
             list(pool.map(np.max, parts))
             seconds.append(time.perf_counter() - begin)
-    return sum(p.nbytes for p in parts) / min(seconds[1:]) / 1e9
+    return sum(p.nbytes for p in parts) / of(seconds[1:]) / 1e9
 
 
 def drawn(tree: Any) -> Any:
@@ -76,9 +78,15 @@ def drawn(tree: Any) -> Any:
     return jax.tree.map(draw, tree)
 
 
-def in_turns(xla: Call, ours: Call, turns: int) -> dict[str, float]:
-    """Median milliseconds of either call, and the median ratio of a turn."""
+def in_turns(xla: Call, ours: Call, turns: int, n_bytes: int = 0) -> dict[str, float]:
+    """Median milliseconds of either call, and the median ratio of a turn.
+
+    Args:
+        n_bytes: what ``ours`` reads at least; a turn then reads memory alone too, and ``of_read`` is the median over
+            turns of the call's rate over that.
+    """
     times: list[tuple[float, float]] = []
+    shares: list[float] = []
     for _ in range(turns + 1):
         pair = []
         for call in (xla, ours):
@@ -86,12 +94,15 @@ def in_turns(xla: Call, ours: Call, turns: int) -> dict[str, float]:
             jax.block_until_ready(call())
             pair.append(time.perf_counter() - begin)
         times.append((pair[0], pair[1]))
+        if n_bytes:
+            shares.append(n_bytes / pair[1] / 1e9 / read_gb_s(of=statistics.median))
     kept = times[1:]
-    return {
+    found = {
         "xla_ms": round(statistics.median(a for a, _ in kept) * 1e3, 3),
         "native_ms": round(statistics.median(b for _, b in kept) * 1e3, 3),
         "ratio": round(statistics.median(a / b for a, b in kept), 2),
     }
+    return found | ({"of_read": round(statistics.median(shares[1:]), 2)} if n_bytes else {})
 
 
 def products(params: Any, rows: int, level: str) -> tuple[Call, Call]:
@@ -213,10 +224,10 @@ def measure(
                 "rows": n,
                 "read_gb_s": round(read_gb_s(), 1),
             }
-            line = about | in_turns(*calls, turns)
+            line = about | in_turns(*calls, turns, n_bytes if n == 1 and "chunk" not in what else 0)
             line["native_gb_s"] = round(n_bytes / line["native_ms"] / 1e6, 1)
             lines.append(line)
-            print(SHOWN.format(**line), flush=True)
+            print(SHOWN.format(**line), line.get("of_read", ""), flush=True)
     return lines
 
 
@@ -234,7 +245,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     level, reason = native.available("cpu", jnp.bfloat16, level=args.level)
     if not level:
         parser.error(f"there are no kernels: {reason}")
-    print("model        what      rows     XLA ms  native ms  ratio    GB/s    read", flush=True)
+    print(
+        "model        what      rows     XLA ms  native ms  ratio    GB/s    read   share",
+        flush=True,
+    )
     lines = [
         line
         for name in args.models
