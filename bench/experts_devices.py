@@ -35,12 +35,12 @@ from jserve.model.shard import Axes, ShardRules, make_mesh
 from jserve.runner import eplb
 
 N = 4
-"""Devices."""
+"""Forced devices."""
 D, MOE = 1024, Moe(E=64, X=4, F=256)
 SPARE = MOE.E // 8
 LAWS = {"even": 0.0, "zipf": 1.0}
 """How experts are drawn -> the exponent of their chances."""
-HEAD = "law      T     tp4 ms     ep4 ms    eplb ms   ep4/tp4   eplb/tp4   load ep4   load eplb"
+HEAD = "law      T      tp ms      ep ms    eplb ms     ep/tp    eplb/tp    load ep   load eplb"
 SHOWN = (
     "{law:5} {tokens:4d} {tp_ms:10.2f} {ep_ms:10.2f} {eplb_ms:10.2f} {ep_of_tp:9.2f} {eplb_of_tp:10.2f}"
     " {load_ep:10.2f} {load_eplb:11.2f}"
@@ -69,12 +69,13 @@ class Way:
     """The layer on a mesh.
 
     Args:
-        ep: devices with different experts, of ``N``.
+        n: devices.
+        ep: those with different experts.
         slot_S: the expert of each slot; None: a slot for each expert.
     """
 
-    def __init__(self, ep: int, slot_S: np.ndarray | None = None) -> None:
-        mesh = make_mesh(N // ep, ep=ep)
+    def __init__(self, n: int, ep: int, slot_S: np.ndarray | None = None) -> None:
+        self.n, mesh = n, make_mesh(n // ep, ep=ep)
         rules = ShardRules.of_mesh(mesh.shape, 0 if slot_S is None else SPARE)
         self.axes = Axes.of(rules, mesh.shape)
         self.slot_S = order = np.arange(MOE.E) if slot_S is None else slot_S
@@ -116,9 +117,9 @@ def _layer(axes: Axes, p: Any, places: Any, x_TD: Any, expert_TX: Any, pos_T: An
     return reduce(routed(held, p, x_TD, slot_TX, weight_TX), axes.routed)
 
 
-def ways_of(law: str) -> dict[str, Way]:
-    placed = eplb.place(loads(law), N, MOE.E + SPARE, np.arange(MOE.E + SPARE) % MOE.E)
-    return {"tp": Way(1), "ep": Way(N), "eplb": Way(N, placed)}
+def ways_of(law: str, n: int) -> dict[str, Way]:
+    placed = eplb.place(loads(law), n, MOE.E + SPARE, np.arange(MOE.E + SPARE) % MOE.E)
+    return {"tp": Way(n, 1), "ep": Way(n, n), "eplb": Way(n, n, placed)}
 
 
 def measure(law: str, ways: dict[str, Way], T: int, turns: int, level: str) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def measure(law: str, ways: dict[str, Way], T: int, turns: int, level: str) -> d
     ms = {name: statistics.median(t[1:]) * 1e3 for name, t in times.items()}
     counts = [np.bincount(choices(law, T, turn).ravel(), minlength=MOE.E) for turn in range(turns)]
     spread = {
-        name: statistics.mean(eplb.imbalance(count, ways[name].slot_S, N) for count in counts)
+        name: statistics.mean(eplb.imbalance(count, ways[name].slot_S, ways[name].n) for count in counts)
         for name in ("ep", "eplb")
     }
     return {
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEAD, flush=True)
     lines = []
     for law in LAWS:
-        ways = ways_of(law)
+        ways = ways_of(law, N)
         for T in map(int, args.tokens.split(",")):
             lines.append(measure(law, ways, T, args.turns, level))
             print(SHOWN.format(**lines[-1]), flush=True)

@@ -61,6 +61,7 @@ STAGES: dict[str, Stage] = {
     "serving": Stage("bench.gpu_serving", "serving", 240, "tokens a second over HTTP"),
     "experts_numerics": Stage("bench.gpu_experts", "experts_numerics", 60, "rel < 1e-2, stable"),
     "experts_times": Stage("bench.gpu_experts", "experts_times", 90, "85 % of bytes, 600 TFLOP/s"),
+    "experts_devices": Stage("bench.gpu_experts", "experts_devices", 60, "EP against TP, EPLB"),
     "candidate_numerics": Stage("bench.gpu_candidates", "candidate_numerics", 60, "rel < 1e-2"),
     "candidate_times": Stage("bench.gpu_candidates", "candidate_times", 90, "1.05 x XLA or goes"),
     "peers": Stage("bench.gpu_peers", "peers", 120, "torch loops and transformers, same shapes"),

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import experts_devices as devices
 from bench.gpu_kernels import PEAK_BF16, READ_BANDWIDTH, compare, seconds
-from bench.gpu_record import Record
+from bench.gpu_record import NotHere, Record
 from pallas_kernels.grouped_matmul import Activation, Experts, ExpertSpec, grouped_mlp, ref
 from pallas_kernels.launch import interpreter
 
@@ -206,6 +207,19 @@ def _time(
 def weight_bytes(layer: Layer, expert_TX: np.ndarray) -> int:
     """Of the distinct experts that were chosen."""
     return len(np.unique(expert_TX)) * 3 * layer.F * layer.D * 2
+
+
+def experts_devices(record: Record) -> None:
+    """A layer over all GPUs: whole experts on each, with and without EPLB, against a part of each expert."""
+    n = min(len(jax.devices()), 8)
+
+    def measure(law: str, T: int) -> dict[str, Any]:
+        if n < 2:
+            raise NotHere("a second device")
+        return devices.measure(law, devices.ways_of(law, n), T, 2 if record.tiny else 15, "")
+
+    for law, T in itertools.product(devices.LAWS, (8,) if record.tiny else (1, 16, 256, 4096)):
+        record.attempt(f"{n} devices, {law}, {T} tokens", functools.partial(measure, law, T))
 
 
 def experts_tune(record: Record) -> None:

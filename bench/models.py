@@ -1,7 +1,7 @@
 """Dummy models for speed runs: real Hugging Face directories with seeded random weights.
 
-It owns the shapes the project measures (llama-60m, llama-1b, and llama-8b for a GPU, where weights are better drawn
-by the engine: ``--no-weights``) and a byte-level BPE tokenizer for them. Uses numpy and safetensors, no framework,
+It owns the shapes the project measures (llama-60m, llama-1b, granite-1b-a400m with its experts, and llama-8b for a
+GPU, where weights are better drawn by the engine: ``--no-weights``) and a byte-level BPE tokenizer for them. Uses numpy and safetensors, no framework,
 so that every peer reads the same bytes.
 
 Vocabulary of 32000 ids::
@@ -38,11 +38,12 @@ SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
 FIRST_WORD = len(SPECIAL) + 256
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPACE = "\u0120"
+EXPERTS = "block_sparse_moe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Llama shape, as a rule with tied embeddings and heads of 64."""
+    """A Llama shape, as a rule with tied embeddings and heads of 64; a GraniteMoe shape where it has experts."""
 
     layers: int
     hidden: int
@@ -55,6 +56,10 @@ class Shape:
     head_dim: int = 64
     vocab: int = VOCAB
     tied: bool = True
+    experts: int = 0
+    """Of a layer, each as wide as ``ffn``; 0: a dense layer."""
+    chosen: int = 0
+    """Experts of a token."""
 
 
 SHAPES = {
@@ -77,6 +82,17 @@ SHAPES = {
             "original_max_position_embeddings": 8192,
         },
     ),
+    "granite-1b-a400m": Shape(
+        layers=24,
+        hidden=1024,
+        heads=16,
+        kv_heads=8,
+        ffn=512,
+        rope_theta=1500000.0,
+        max_len=131072,
+        experts=32,
+        chosen=8,
+    ),
     "llama-8b": Shape(
         layers=32,
         hidden=4096,
@@ -96,12 +112,12 @@ SHAPES = {
 
 
 def n_params(shape: Shape) -> int:
-    """Parameters of the model, the tied embedding once; all of them are read by one decode step."""
+    """Parameters of the model, the tied embedding once."""
     return sum(math.prod(size) for _, size in tensors(shape))
 
 
 def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, size) of every tensor in file order, named as ``LlamaForCausalLM`` names them."""
+    """(name, size) of every tensor in file order, named as ``LlamaForCausalLM`` or ``GraniteMoeForCausalLM`` does."""
     d, f = shape.hidden, shape.ffn
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab, d)
@@ -113,9 +129,14 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{at}.self_attn.v_proj.weight", (kv, d)
         yield f"{at}.self_attn.o_proj.weight", (d, q)
         yield f"{at}.post_attention_layernorm.weight", (d,)
-        yield f"{at}.mlp.gate_proj.weight", (f, d)
-        yield f"{at}.mlp.up_proj.weight", (f, d)
-        yield f"{at}.mlp.down_proj.weight", (d, f)
+        if shape.experts:
+            yield f"{at}.{EXPERTS}.input_linear.weight", (shape.experts, 2 * f, d)
+            yield f"{at}.{EXPERTS}.output_linear.weight", (shape.experts, d, f)
+            yield f"{at}.{EXPERTS}.router.layer.weight", (shape.experts, d)
+        else:
+            yield f"{at}.mlp.gate_proj.weight", (f, d)
+            yield f"{at}.mlp.up_proj.weight", (f, d)
+            yield f"{at}.mlp.down_proj.weight", (d, f)
     yield "model.norm.weight", (d,)
     if not shape.tied:
         yield "lm_head.weight", (shape.vocab, d)
@@ -127,14 +148,14 @@ def draw(name: str, size: tuple[int, ...], seed: int, index: int) -> np.ndarray:
         return np.ones(size, bfloat16)
     embedding = name == "model.embed_tokens.weight"
     values = np.random.default_rng((seed, index)).standard_normal(size, np.float32)
-    values *= 0.02 if embedding else 1 / math.sqrt(size[1])
+    values *= 0.02 if embedding else 1 / math.sqrt(size[-1])
     if embedding:
         values[:FIRST_WORD] = 0.0
     return values.astype(bfloat16)
 
 
 def config_json(shape: Shape) -> dict[str, Any]:
-    return {
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
@@ -160,6 +181,23 @@ def config_json(shape: Shape) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
+    }
+    return config | (_granite_moe(shape) if shape.experts else {})
+
+
+def _granite_moe(shape: Shape) -> dict[str, Any]:
+    """As of granite-3.1-1b-a400m."""
+    return {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "rms_norm_eps": 1e-6,
+        "attention_multiplier": 1 / shape.head_dim,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+        "output_router_logits": False,
     }
 
 
@@ -264,8 +302,8 @@ def facts(folder: Path) -> dict[str, Any]:
     """Name, bytes and parameter counts of a model directory, read from its headers, or from its
     config.json if it was written without weights (then in bfloat16).
 
-    ``head_params`` are used once per emitted token, the other ``body_params`` once per token; an
-    untied embedding is in neither.
+    ``head_params`` are used once per emitted token, the other ``body_params`` once per token; an untied embedding and
+    the experts that a token does not choose are in neither. ``read_bytes`` are of those that are used.
 
     Raises:
         ValueError: config.json or the safetensors are missing or unreadable.
@@ -282,10 +320,14 @@ def facts(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: no readable model ({type(e).__name__}: {e})") from e
     stored = sum(f.stat().st_size for f in files) or 2 * sum(sizes.values())
     tables = sum("embed_tokens" in name or "lm_head" in name for name in sizes)
+    of_experts = sum(n for name, n in sizes.items() if EXPERTS in name and "router" not in name)
+    experts = config.get("num_local_experts", 1)
+    idle = of_experts * (experts - config.get("num_experts_per_tok", 1)) // experts
     return {
         "name": folder.resolve().name,
         "weight_bytes": stored,
-        "body_params": sum(sizes.values()) - tables * table,
+        "read_bytes": stored - 2 * idle,
+        "body_params": sum(sizes.values()) - tables * table - idle,
         "head_params": table,
     }
 
@@ -303,6 +345,8 @@ def _shape(config: dict[str, Any]) -> Shape:
         head_dim=config["head_dim"],
         vocab=config["vocab_size"],
         tied=config["tie_word_embeddings"],
+        experts=config.get("num_local_experts", 0),
+        chosen=config.get("num_experts_per_tok", 0),
     )
 
 

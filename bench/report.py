@@ -121,7 +121,7 @@ def add_limits(result: dict[str, Any]) -> None:
             run["gflop_s"] = round(flop / run["wall_s"] / 1e9, 2)
             probed, rate = run.get("bandwidth", {}).get("gb_s_best"), run.get("decode_tok_s_p50")
             if name == "S1" and probed and rate:
-                share = rate * model["weight_bytes"] / 1e9 / probed
+                share = rate * model.get("read_bytes", model["weight_bytes"]) / 1e9 / probed
                 run["share_of_bandwidth"] = round(100 * share, 1)
 
 

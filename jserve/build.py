@@ -198,12 +198,13 @@ def _engine(
         runner, facts = _runner(config, progress or (lambda *_: None), params, mesh)
     facts |= runner.report()
     config = runner.sizes.config
+    limits = _limits(config, runner, facts)
     scheduler = Scheduler(
-        _limits(config, runner, facts),
+        limits,
         config,
         proposer=_proposer(config, runner.limits.vocab_size),
-        journal=_journal(config.scheduler.journal),
-        guides=_guides(config, runner.limits.vocab_size),
+        journal=_journal(config, limits, facts["weights"]),
+        guides=guides_of(config, runner.limits.vocab_size),
     )
     made = Engine(
         scheduler,
@@ -271,7 +272,7 @@ def _limits(config: EngineConfig, runner: Any, facts: dict[str, Any]) -> Any:
     return dataclasses.replace(runner.limits, step_times=(*known, *verify))
 
 
-def _guides(config: EngineConfig, n_vocab: int) -> Any:
+def guides_of(config: EngineConfig, n_vocab: int) -> Any:
     """Structured output; the tokenizer is loaded when the first grammar comes."""
     from jserve.grammar.guides import TokenGuides
     from jserve.grammar.vocab import vocabulary
@@ -294,13 +295,17 @@ def _profiler(directory: str) -> Any:
     return JaxProfiler(directory) if directory else None
 
 
-def _journal(path: str) -> Any:
+def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
     from jserve.sched.record.journal import JournalFile
+    from jserve.sched.record.start import write_start
 
+    path = config.scheduler.journal
     if not path:
         return None
     try:
-        return JournalFile(open(path, "wb", buffering=0))
+        made = JournalFile(open(path, "wb", buffering=0))
+        write_start(made, config, limits, weights)
+        return made
     except OSError as e:
         raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
 
@@ -521,7 +526,7 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
 
 def check_one_engine(config: EngineConfig) -> None:
     """Raises ConfigError for options of replicas where there are none."""
-    for name in ("roles", "max_replicas", "hedge_share", "audit_share"):
+    for name in ("roles", "max_replicas", "ray_application", "hedge_share", "audit_share"):
         if getattr(config.fleet, name):
             raise ConfigError(f"{name}: there are no replicas", field=name)
 

@@ -1,5 +1,5 @@
 """The command line: ``jserve serve | generate | chat | run-batch | convert | quantize | quality | plan | simulate |
-compile | manifest | bench | native | env``.
+replay | kubernetes | compile | manifest | bench | native | env``.
 
 It owns the commands and exit codes; the only file that reads ``os.environ`` and ``sys.argv`` (``xla`` has what is
 passed to XLA). Imports neither jax nor transformers at module level: ``--help`` must be quick. Results go to stdout,
@@ -350,6 +350,40 @@ def simulate(
     typer.echo(replies(config, wish, as_json, err), nl=False)
 
 
+@app.command()
+def replay(
+    journal: Annotated[Path, typer.Argument(help="a file of serve --journal")],
+    device: Annotated[
+        bool, typer.Option("--device", help="also compute every step again and compare its tokens")
+    ] = False,
+) -> None:
+    """Replay a journal: is every decision the same, and every token?"""
+    from jserve import commands
+
+    with reported():
+        typer.echo(commands.replay(journal, device=device, console=err), nl=False)
+
+
+@app.command(cls=OptionsCommand)
+@with_options()
+def kubernetes(
+    config: EngineConfig,
+    model: Model = None,
+    image: Annotated[
+        str, typer.Option(help="container image with jserve[ray] and the model")
+    ] = "jserve:latest",
+    name: Annotated[str, typer.Option(help="of the RayService; its Service is NAME-front")] = "jserve",
+    cpus: Annotated[int, typer.Option(help="processors of a replica's pod", min=1)] = 8,
+    memory: Annotated[str, typer.Option(help="of a replica's pod")] = "32Gi",
+    gpus: Annotated[int, typer.Option(help="GPUs of a replica's pod; 0 on CPUs", min=0)] = 0,
+) -> None:
+    """Print the file for KubeRay that serves a model by replicas."""
+    from jserve import commands
+
+    pods = {"image": image, "name": name, "cpus": cpus, "memory": memory, "gpus": gpus}
+    typer.echo(commands.kubernetes(config, pods), nl=False)
+
+
 @app.command(cls=OptionsCommand)
 @with_options(ServerOptions, FleetOptions)
 def plan(
@@ -463,7 +497,7 @@ def shard(
         Optional[list[str]],  # noqa: UP045
         typer.Option(help="a sharding, as of --sharding; two or more", show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(help="whose rates price it: h100, h200, b200")] = "h200",
+    device: Annotated[str, typer.Option(help="whose rates price it: h100, h200, b200, cpu")] = "h200",
     simulate: Annotated[
         bool, typer.Option("--simulate", help="also serve the trace over those prices")
     ] = False,
@@ -473,13 +507,17 @@ def shard(
     trace: Annotated[
         str, typer.Option(help="the requests, as of jserve simulate; live: all at once")
     ] = "rate=1000,n=16,prompt=64,output=32",
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="also draw it, as .svg; needs jserve[plot]", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
     """Compare shardings of one model: collectives, expected times of steps, a load over these, and what runs here."""
     from jserve.shard_commands import bench_shard
 
     asked = (config, spec or [], device, trace)
-    how = {"simulate": simulate, "live": live, "as_json": as_json}
+    how = {"simulate": simulate, "live": live, "plot": plot, "as_json": as_json}
     raise typer.Exit(bench_shard(*asked, **how, console=err))
 
 

@@ -505,6 +505,10 @@ class FleetOptions:
     ray_address: str = opt(
         "", "address of a Ray cluster, or auto; empty starts Ray on this machine"
     )
+    ray_application: str = opt(
+        "",
+        "name of a Serve application whose replicas are used, as jserve kubernetes deploys it; empty deploys one",
+    )
     router: str = opt(
         "seconds",
         "who gets a request: least price, least tokens times rows, emptier of two, in turn, any",

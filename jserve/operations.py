@@ -55,12 +55,13 @@ class Operations(ABC):
         running: str = "recompute",
         partial: bool = False,
         donate: bool = False,
+        alias: bool = False,
         canary: float = 0.0,
     ) -> Any:
         """Copy other weights over those in use, between two steps: all of them or, if it raises, none. Nothing
         compiles.
 
-        The arrays are only read: a trainer may donate or delete them as soon as this returns.
+        The arrays are only read: but for ``alias``, a trainer may donate or delete them as soon as this returns.
 
         Args:
             source: the tree that ``params=`` takes, of numpy or jax arrays in any floating dtype and on any devices;
@@ -73,6 +74,9 @@ class Operations(ABC):
                 the old weights), "finish" (they end first, under the old ones), "abort".
             partial: parameters that ``source`` lacks keep their values.
             donate: delete the jax arrays of a tree afterwards.
+            alias: use the jax arrays of a tree themselves, which must have the engine's dtype and shardings: no copy is
+                made, and no second one kept. Where their owner deletes or donates one of them, requests end with
+                ``weights_error`` until there are other weights.
             canary: with replicas, the share of new requests that are answered by a few replicas with the new
                 weights until the same update comes without it, or ``rollback_weights``. With replicas ``source`` is
                 a directory, and replicas take it one after the other.
@@ -89,6 +93,7 @@ class Operations(ABC):
             running=running,
             partial=partial,
             donate=donate,
+            alias=alias,
             canary=canary,
         )
 

@@ -7,8 +7,10 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +22,8 @@ from jserve.sampling import SamplingParams
 from jserve.sharding import Sharding
 from jserve.types import Request
 
+DECODE = 0
+"""Number of the step of eight sequences among those that are priced."""
 Answers = dict[str, tuple[int, ...]]
 """Id of a request -> the tokens that it drew."""
 
@@ -48,21 +52,28 @@ def bench_shard(
     *,
     simulate: bool,
     live: bool,
+    plot: Path | None = None,
     as_json: bool,
     console: Any,
 ) -> int:
     """Print every sharding's prices; if ``simulate``, what ``trace`` comes to on them, and if ``live``, what running it
     gave. Returns the exit code: 1 where weights are float32 and a sharding drew other tokens than the first one.
 
+    Args:
+        plot: an SVG of all of it.
+
     Raises:
-        ConfigError: a sharding, device or trace that cannot be honoured.
+        ConfigError: a sharding, device, trace or file that cannot be honoured.
     """
     import sys
 
+    from jserve.sim import plot as plots
     from jserve.sim.study import load_trace
     from jserve.sizing import show
     from jserve.sizing.compare import priced
 
+    if plot is not None:
+        plots.check(plot)
     if config.device.sharding:
         raise ConfigError("sharding: bench shard takes --spec", field="sharding")
     if not specs:
@@ -83,12 +94,13 @@ def bench_shard(
         | ({"live": _figures(runs[i])} if runs else {})
         for i, (spec, price) in enumerate(zip(specs, prices, strict=True))
     ]
+    about = {"model": model, "device": device, "rank_correlation": _rank_correlation(rows)}
+    if plot is not None:
+        _draw(rows, plot, f"{Path(model).name}, priced for {device}")
     if as_json:
-        sys.stdout.write(
-            json.dumps({"model": model, "device": device, "specs": rows}, indent=1) + "\n"
-        )
+        sys.stdout.write(json.dumps({**about, "specs": rows}, indent=1) + "\n")
     else:
-        _print(rows, device, Console(width=None if sys.stdout.isatty() else show.WIDTH))
+        _print(rows, about, Console(width=None if sys.stdout.isatty() else show.WIDTH))
     return 1 if any(run.n_other and run.dtype == "float32" for run in runs) else 0
 
 
@@ -171,7 +183,41 @@ def _figures(run: Live) -> dict[str, Any]:
     }
 
 
-def _print(rows: Sequence[dict[str, Any]], device: str, console: Console) -> None:
+def _rank_correlation(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Spearman's, of the priced step of eight sequences and the one that was measured here; None: there are no two."""
+    pairs = [
+        (row["steps"][DECODE]["step_ms"], row["live"]["step_ms"])
+        for row in rows
+        if row["steps"] and "live" in row
+    ]
+    if len(pairs) < 2:
+        return None
+    priced, measured = (np.argsort(np.argsort(column)) for column in zip(*pairs, strict=True))
+    return round(float(np.corrcoef(priced, measured)[0, 1]), 3)
+
+
+def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """A panel for each priced step, with its collectives apart, and one for what ran here."""
+    from jserve.sim.plot import figure
+
+    specs, live = [row["spec"] for row in rows], "live" in rows[0]
+    with figure(path, 2 + live, title) as axes:
+        for i, name in enumerate(("8 sequences", "256 prompt tokens")):
+            steps = [row["steps"][i] if row["steps"] else None for row in rows]
+            links = [step["collective_ms"] if step else 0.0 for step in steps]
+            work = [step["step_ms"] - step["collective_ms"] if step else 0.0 for step in steps]
+            axes[i].barh(specs, work, label="weights and products")
+            axes[i].barh(specs, links, left=work, label="collectives")
+            axes[i].set(xlabel=f"ms, {name}")
+            axes[i].invert_yaxis()
+        axes[0].legend()
+        if live:
+            axes[2].barh(specs, [row["live"]["step_ms"] for row in rows], color="grey")
+            axes[2].set(xlabel="ms, a full step of decode rows here")
+            axes[2].invert_yaxis()
+
+
+def _print(rows: Sequence[dict[str, Any]], about: dict[str, Any], console: Console) -> None:
     table = Table("spec", "weights MiB a device")
     for step in ("8 sequences", "256 prompt tokens"):
         table.add_column(f"{step}: collectives, MiB, ms; step ms", justify="right")
@@ -197,6 +243,8 @@ def _print(rows: Sequence[dict[str, Any]], device: str, console: Console) -> Non
         table.add_row(row["spec"], f"{row['device_bytes'] / 2**20:.1f}", *cells)
     console.print(table, highlight=False)
     console.print(
-        f"[dim]Times of steps and collectives are a roofline's, of {device}; what ran here says so.[/]",
+        f"[dim]Times of steps and collectives are a roofline's, of {about['device']}; what ran here says so.[/]",
         highlight=False,
     )
+    if (agreement := about["rank_correlation"]) is not None:
+        console.print(f"order of steps, priced and here: rank correlation {agreement:.2f}")

@@ -20,14 +20,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from jserve.engine import operate
 from jserve.engine.hold import Hold
 from jserve.engine.kv_export import KVExports
 from jserve.engine.pending_compile import PendingCompile
 from jserve.engine.steplog import StepLog
 from jserve.engine.wire import Cancel, Control, Create, HandleCommand, HandleReply, Stats, Submit
-from jserve.errors import EngineDead, JserveError, RequestFailed, where
-from jserve.ports import Clock, DiskTier, InFlight, PolledRunner, Profiler, Runner
+from jserve.errors import EngineDead, JserveError, RequestFailed, WeightsError, where
+from jserve.ports import (
+    Clock,
+    DiskTier,
+    InFlight,
+    LiveWeights,
+    PolledRunner,
+    Profiler,
+    Runner,
+)
 from jserve.sched.cache import handles as caching, tiers as tiering
 from jserve.sched.scheduler import Scheduler
 from jserve.types import FIRST_WEIGHTS, Finish, Output, Request, StepPlan, StepResult
@@ -89,6 +99,7 @@ class Engine:
         self._anteroom = PendingCompile(scheduler.guides)
         self._flights: deque[InFlight] = deque()
         self._landed: list[Output] = []
+        self._live = runner if isinstance(runner, LiveWeights) else None
         stored = runner.stored() if isinstance(runner, DiskTier) else None
         self._disk = runner if isinstance(runner, DiskTier) and stored is not None else None
         self._exports = None if self._disk is None else KVExports(self._disk)
@@ -172,6 +183,8 @@ class Engine:
             minute.
         """
         outputs = self._read_inbox()
+        if self._live is not None and (why := self._live.weights_fault()):
+            outputs += self._without_weights(why)
         full = len(self._flights) > self._overlap
         plan = None if full or self.hold.stopped else self.scheduler.plan(self.clock())
         result = None
@@ -186,6 +199,19 @@ class Engine:
         except Exception as error:
             return outputs + self._recover(error, plan)
         return outputs if result is None else outputs + self._commit(result)
+
+    def _without_weights(self, why: str) -> list[Output]:
+        """End all requests: there is nothing to draw their tokens from until other weights come."""
+        self.abort_all()
+        outputs, self._landed = self._landed, []
+        return [
+            msgspec.structs.replace(
+                out, finish=Finish.ERROR, error=why, error_code=WeightsError.code, error_field="params"
+            )
+            if out.finish is Finish.ABORT
+            else out
+            for out in outputs
+        ]
 
     def _is_done(self, flight: InFlight) -> bool:
         return not isinstance(self.runner, PolledRunner) or self.runner.is_done(flight)

@@ -107,7 +107,10 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
     def change() -> str:
         try:
             return runner.update_weights(
-                command.source, partial=command.partial, donate=command.donate
+                command.source,
+                partial=command.partial,
+                donate=command.donate,
+                alias=command.alias,
             )
         except WeightsError:
             raise

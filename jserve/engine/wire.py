@@ -95,6 +95,7 @@ class Control(Message, frozen=True):
     version: str = ""
     partial: bool = False
     donate: bool = False
+    alias: bool = False
     canary: float = 0.0
     """For "update_weights" of several replicas: the share of new requests that get the new weights; 0: all do."""
 

@@ -255,10 +255,11 @@ class DataParallelEngine:
 
 def _refused(command: Control) -> BadRequest | None:
     """The refusal of what only one engine can do; None: all can do it."""
-    if not command.donate:
-        return None
-    why = "donate: several engines (dp) copy the weights, and the first would take them away"
-    return BadRequest(why, field="donate")
+    for field in ("donate", "alias"):
+        if getattr(command, field):
+            why = f"{field}: several engines (dp) copy the weights"
+            return BadRequest(why, field=field)
+    return None
 
 
 def _merged(replies: Seq[HandleReply]) -> HandleReply:

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Iterable
@@ -56,11 +57,15 @@ try:
         AutoscalingPolicy,
         RequestRouterConfig,
     )
+    from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
+        RayServeException,
+    )
     from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
         PendingRequest,
         RequestRouter,
         RunningReplica,
     )
+    from ray.serve.schema import ApplicationStatus  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ConfigError(
         f"replicas needs Ray Serve ({error}): pip install 'jserve[ray]'", field="replicas"
@@ -69,12 +74,15 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 DEPLOYMENT = "engine"
+BUILD = "jserve.build:engine"
 NOT_STARTED = re.compile(r"EngineDead: the engine did not start: (.+)")
 """As ``fleet.host`` says it."""
 BEAT_S = 3.0
 """A front with nothing to say sends an empty frame so often."""
 HEALTH_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 """Serve asks a replica for its health so often, and replaces one that has not answered thrice."""
+TOLD_S = 30.0
+"""Between two log lines of a front that waits for replicas."""
 LOADS_S = 2.0
 """Replicas tell Serve of their load so often."""
 MANY = 1 << 20
@@ -193,8 +201,59 @@ class RayClient:
             self._cancel()
 
 
+def application(args: dict[str, Any]) -> Any:
+    """The Serve application of replicas with these options, by their flat names, for whoever deploys it instead of a
+    front (``import_path`` of a config file of Serve). What a replica needs of a machine is for that file to say.
+
+    Raises:
+        ConfigError: as ``EngineConfig.of``.
+    """
+    return _bound(EngineConfig.of(**args), BUILD)
+
+
+def _bound(
+    config: EngineConfig,
+    build: str,
+    autoscaler: dict[str, float] | None = None,
+    resources: dict[str, float] | None = None,
+) -> Any:
+    """The deployment of replicas, with its arguments: the options that replicas are made of, since Serve replaces those
+    that have others."""
+    own = dataclasses.replace(config, fleet=FleetOptions(), server=ServerOptions())
+    deployment: Any = serve.deployment(EngineHost)
+    return deployment.options(
+        name=DEPLOYMENT,
+        **_numbers(config.fleet, autoscaler or {}),
+        max_ongoing_requests=MANY,
+        health_check_period_s=HEALTH_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=10.0,
+        ray_actor_options=resources,
+        request_router_config=RequestRouterConfig(request_router_class=_path(Pinned)),
+    ).bind(own.flat(), build)
+
+
+def _numbers(options: FleetOptions, autoscaler: dict[str, float]) -> dict[str, Any]:
+    if options.max_replicas <= options.replicas:
+        return {"num_replicas": options.replicas}
+    with warnings.catch_warnings():
+        # metrics_interval_s, in whose place Ray has an environment variable of each replica
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scaling = AutoscalingConfig(
+            min_replicas=options.replicas,
+            initial_replicas=options.replicas,
+            max_replicas=options.max_replicas,
+            metrics_interval_s=LOADS_S,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            policy=AutoscalingPolicy(policy_function=_path(ServePolicy), policy_kwargs=autoscaler),
+        )
+    return {"autoscaling_config": scaling}
+
+
 class RayReplicas:
-    """A ``ReplicaSource``: a Serve application of one deployment.
+    """A ``ReplicaSource``: a Serve application of one deployment, its own or that of option ``ray_application``.
 
     Args:
         config: options of all engines; ``config.fleet`` says how many and where.
@@ -210,7 +269,8 @@ class RayReplicas:
         app: str = "jserve",
         autoscaler: dict[str, float] | None = None,
     ) -> None:
-        self._config, self._build, self._app = config, build, app
+        self._config, self._build = config, build
+        self._app = config.fleet.ray_application or app
         self._autoscaler = autoscaler or {}
         self._handle: Any = None
         self._ours = False
@@ -242,7 +302,10 @@ class RayReplicas:
         """
         self._config = config
         try:
-            handle = await asyncio.to_thread(self._deploy, config.fleet)
+            theirs = config.fleet.ray_application
+            handle = await (
+                self._attach() if theirs else asyncio.to_thread(self._deploy, config.fleet)
+            )
         except RuntimeError as error:
             why = await asyncio.to_thread(self._reason)
             raise EngineDead(f"the replicas did not start: {why or error}") from None
@@ -288,38 +351,32 @@ class RayReplicas:
 
     def _deploy(self, options: FleetOptions) -> Any:
         serve.start(proxy_location="Disabled")
-        deployment: Any = serve.deployment(EngineHost)
-        bound = deployment.options(
-            name=DEPLOYMENT,
-            **self._numbers(options),
-            max_ongoing_requests=MANY,
-            health_check_period_s=HEALTH_S,
-            health_check_timeout_s=HEALTH_TIMEOUT_S,
-            graceful_shutdown_wait_loop_s=0.5,
-            graceful_shutdown_timeout_s=10.0,
-            ray_actor_options=self._resources(),
-            request_router_config=RequestRouterConfig(request_router_class=_path(Pinned)),
-        ).bind(self._engine_options(), self._build)
+        bound = _bound(self._config, self._build, self._autoscaler, self._resources())
         return serve.run(bound, name=self._app, route_prefix=None)
 
-    def _numbers(self, options: FleetOptions) -> dict[str, Any]:
-        if options.max_replicas <= options.replicas:
-            return {"num_replicas": options.replicas}
-        with warnings.catch_warnings():
-            # metrics_interval_s, in whose place Ray has an environment variable of each replica
-            warnings.simplefilter("ignore", DeprecationWarning)
-            scaling = AutoscalingConfig(
-                min_replicas=options.replicas,
-                initial_replicas=options.replicas,
-                max_replicas=options.max_replicas,
-                metrics_interval_s=LOADS_S,
-                upscale_delay_s=0.0,
-                downscale_delay_s=0.0,
-                policy=AutoscalingPolicy(
-                    policy_function=_path(ServePolicy), policy_kwargs=self._autoscaler
-                ),
-            )
-        return {"autoscaling_config": scaling}
+    async def _attach(self) -> Any:
+        """The handle of somebody else's application, once it runs.
+
+        Raises:
+            RuntimeError: it cannot be deployed.
+        """
+        told = 0.0
+        while (status := await asyncio.to_thread(self._status)) != ApplicationStatus.RUNNING:
+            if status == ApplicationStatus.DEPLOY_FAILED:
+                raise RuntimeError("the deployment failed")
+            if time.monotonic() - told > TOLD_S:
+                told = time.monotonic()
+                log.info("waiting for Serve's application %s: %s", self._app, status or "not there")
+            await asyncio.sleep(1.0)
+        return serve.get_app_handle(self._app)
+
+    def _status(self) -> str:
+        """Empty: there is no such application yet."""
+        try:
+            app = serve.status().applications.get(self._app)
+        except RayServeException:  # Serve has not begun
+            app = None
+        return "" if app is None else app.status
 
     def _reason(self) -> str:
         """The engine's own words, which Serve has at the end of a traceback; empty: it has none."""
@@ -327,11 +384,6 @@ class RayReplicas:
         texts = [] if app is None else [each.message for each in app.deployments.values()]
         found = [NOT_STARTED.search(text) for text in texts]
         return next((match[1] for match in found if match is not None), "")
-
-    def _engine_options(self) -> dict[str, Any]:
-        """The options that replicas are made of: Serve replaces those that have others."""
-        own = dataclasses.replace(self._config, fleet=FleetOptions(), server=ServerOptions())
-        return own.flat()
 
     def _resources(self) -> dict[str, Any]:
         """Of one replica: its GPUs where the cluster has some. On CPUs a replica takes what it finds."""
@@ -343,7 +395,7 @@ class RayReplicas:
         if self._ours:
             serve.shutdown()
             ray.shutdown()
-        else:
+        elif not self._config.fleet.ray_application:
             serve.delete(self._app)
 
 

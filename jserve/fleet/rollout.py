@@ -87,7 +87,7 @@ class Rollout:
         if not isinstance(command.source, str):
             why = "source: replicas take a directory, which all of them can read"
             raise BadRequest(why, field="source")
-        for name in ("partial", "donate"):
+        for name in ("partial", "donate", "alias"):
             if getattr(command, name):
                 raise BadRequest(f"{name} is of one engine; there are replicas", field=name)
         if not 0.0 <= command.canary < 1.0:

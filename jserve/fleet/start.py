@@ -43,5 +43,11 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
 def _check_numbers(options: FleetOptions) -> None:
     if options.max_replicas and options.max_replicas < options.replicas:
         raise ConfigError("max_replicas must not be below replicas", field="max_replicas")
+    if options.ray_application and not options.ray_address:
+        why = f"ray_application {options.ray_application} is on a cluster: ray_address is missing"
+        raise ConfigError(why, field="ray_address")
+    if options.ray_application and options.roles:
+        why = "roles need replicas that share pages, which only this server can deploy"
+        raise ConfigError(f"{why}: there is ray_application", field="roles")
     if options.max_replicas > options.replicas and options.roles:
         raise ConfigError("the number of replicas with roles is fixed", field="max_replicas")

@@ -48,7 +48,7 @@ from jserve.runner.sizes import sizes_of, step_model
 from jserve.runner.spill import Spill, open_spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
-from jserve.runner.weights import WeightUpdate, delete_leaves, to_devices, to_host
+from jserve.runner.weights import WeightUpdate, delete_leaves, own_copy, to_devices, to_host
 from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
@@ -112,6 +112,8 @@ class ModelRunner:
         self.params, self.speculation = params, speculation
         self._asleep: Any = None
         """The weights in host memory while they are on no device."""
+        self._shared: dict[str, jax.Array] = {}
+        """A caller's arrays that are the weights, by name; {}: the weights are the engine's own."""
         self._clock = clock
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
         check_experts(config.device, family, arch, rules)
@@ -229,7 +231,9 @@ class ModelRunner:
         """Until the device has done a step."""
         np.asarray(out.packed_RX)
 
-    def update_weights(self, source: Any, *, partial: bool = False, donate: bool = False) -> str:
+    def update_weights(
+        self, source: Any, *, partial: bool = False, donate: bool = False, alias: bool = False
+    ) -> str:
         """Copy other weights over those in use, for the next launch on; nothing compiles.
 
         KV written with the old weights stays; the caller sees to it.
@@ -238,6 +242,7 @@ class ModelRunner:
             source: as ``WeightUpdate`` takes it.
             partial: parameters that ``source`` lacks keep their values.
             donate: delete the jax arrays of ``source`` afterwards, where it is a tree.
+            alias: the jax arrays of that tree are the weights from now on, until others come.
 
         Returns:
             The stamp of the files of a directory, which are all of the weights then; else "".
@@ -246,24 +251,42 @@ class ModelRunner:
             WeightsError: a leaf does not fit; ``field`` is ``params.<path>``, and the old weights stay.
             ConfigError: a directory that is none, or of another model.
         """
+        if alias:
+            self._share(source, partial=partial, donate=donate)
+            return ""
         if partial and self._experts is not None:
             why = "experts that move are replaced together with all else"
             raise WeightsError(f"params: a partial update: {why}", field="params")
         whole = isinstance(source, str | Path) and not partial
         stamp = resolve(str(source)).stamp if whole else ""  # of before they are read
-        self.params = self._overwrite(self.params, source, some=partial)
+        own = own_copy(self.params, read=partial) if self._shared else self.params
+        self.params, self._shared = self._overwrite(own, source, some=partial), {}
         if self._experts is not None:
             self.state = replace(self.state, experts=self._experts.initial())
         if donate:
             delete_leaves(source, self.params)
         return stamp
 
+    def _share(self, source: Any, *, partial: bool, donate: bool) -> None:
+        """Raises WeightsError: ``source`` cannot be used as it is."""
+        for name, given in (("partial", partial), ("donate", donate)):
+            if given:
+                raise WeightsError(f"{name}: nothing is copied (alias)", field=name)
+        if self._experts is not None:
+            raise WeightsError("alias: experts of this engine move", field="alias")
+        self.params, self._shared = self._overwrite.shared(source)
+
+    def weights_fault(self) -> str:
+        """Why there are no weights any more; "": there are."""
+        gone = [name for name, leaf in self._shared.items() if leaf.is_deleted()]
+        return f"params.{gone[0]}: who shares it has deleted it (alias)" if gone else ""
+
     def sleep(self, parts: Sequence[str]) -> None:
         """Give device memory back: ``kv`` is lost, ``weights`` go to host memory. No step is in flight."""
         if "kv" in parts:
             self._drop_state()
         if "weights" in parts:
-            self._asleep = to_host(self.params)
+            self._asleep, self._shared = to_host(self.params, delete=not self._shared), {}
 
     def wake(self, parts: Sequence[str]) -> None:
         """Take it again: KV of zeros, the weights as they were. Nothing compiles."""
@@ -287,7 +310,8 @@ class ModelRunner:
         """
         self._drop_state()  # there is no room for two pools
         self.state = self._fresh_state()
-        self._rehearse(self.ladder.buckets[0], GREEDY)
+        if not self.weights_fault():
+            self._rehearse(self.ladder.buckets[0], GREEDY)
 
     def report(self) -> dict[str, Any]:
         """The device side's lines of the start banner."""

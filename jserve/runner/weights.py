@@ -95,6 +95,29 @@ class WeightUpdate:
         new = program(jax.tree.leaves(own), given)
         return jax.tree.unflatten(self._structure, jax.block_until_ready(new))
 
+    def shared(self, source: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """(the tree of parameters, made of the very arrays of the tree ``source``; these by name).
+
+        Raises:
+            WeightsError: ``source`` is no tree, or a leaf would have to be copied; ``field`` is ``params.<path>``.
+        """
+        by_name = isinstance(source, str | Path | AdapterDelta) or named_arrays(source) is not None
+        if by_name or self._quantised:
+            why = "the engine's weights are quantised" if self._quantised else "only a tree has them"
+            raise WeightsError(f"alias: arrays are used as they are; {why}", field="alias")
+        matches = matched(dict(leaves_of(source)), self._specs, self._canonical)
+        layout, _ = self._programs[0]
+        for match, leaf in zip(matches, layout, strict=True):
+            if not _fits(match.array, leaf):
+                wanted = f"{leaf.dtype}{list(leaf.shape)} in the engine's sharding"
+                raise WeightsError(
+                    f"params.{match.name}: alias takes a jax array of {wanted}",
+                    field=f"params.{match.name}",
+                )
+        leaves = [_staged(match, leaf) for match, leaf in zip(matches, layout, strict=True)]
+        tree = jax.tree.unflatten(self._structure, leaves)
+        return tree, {match.name: match.array for match in matches}
+
     def _matches(self, own: Any, source: Any, some: bool) -> list[Match]:
         if isinstance(source, AdapterDelta):
             return self._changed(own, source)
@@ -178,12 +201,29 @@ def delete_leaves(source: Any, kept: Any) -> None:
             leaf.delete()
 
 
-def to_host(params: Any) -> Any:
-    """``params`` as numpy arrays; those on devices are deleted."""
+def own_copy(params: Any, *, read: bool) -> Any:
+    """Arrays like the leaves of ``params``, by way of host memory; with their values where somebody will ``read`` them.
+
+    Raises:
+        WeightsError: a leaf that has to be read is deleted.
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        if read and leaf.is_deleted():
+            raise WeightsError("params: shared weights were deleted, and are replaced together", field="params")
+        values = np.array(leaf) if read else np.zeros(leaf.shape, leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    return jax.tree.map(one, params)
+
+
+def to_host(params: Any, *, delete: bool = True) -> Any:
+    """``params`` as numpy arrays; those on devices are deleted, unless they are somebody else's."""
 
     def one(leaf: jax.Array) -> np.ndarray:
         kept = np.array(leaf)  # a copy: on a CPU asarray shares the buffer that is deleted
-        leaf.delete()
+        if delete:
+            leaf.delete()
         return kept
 
     return jax.tree.map(one, params)

@@ -45,6 +45,8 @@ class Chip:
     """To all neighbours together, one way; 0: it has none."""
     link_s: float = 0.0
     """Seconds of a collective however little it carries."""
+    shared: bool = False
+    """Devices are parts of one machine, which has these rates once, as XLA's forced CPU devices are."""
     capability: str = ""
     """Compute capability of a CUDA device, which decides what its kernels can be."""
     copy_bytes_per_s: float = 50e9
@@ -95,7 +97,7 @@ CHIPS = {
     ),
     # Two EPYC cores as a round of bench.serving found them: XLA's products, which pack the weights anew in
     # every call, read 16 GB/s of them at few rows and make 790 GFLOP/s at 500. More cores give more;
-    # `jserve bench steps` measures.
+    # `jserve bench steps` measures. Its devices are those that XLA is told to make of it, and links their copies.
     "cpu": Chip(
         name="CPU (two cores)",
         bytes_per_s=16e9,
@@ -103,6 +105,9 @@ CHIPS = {
         memory=0,
         reached=1.0,
         step_s=1e-3,
+        link_bytes_per_s=8e9,
+        link_s=5e-5,
+        shared=True,
         copy_bytes_per_s=8e9,  # a copy reads and writes
     ),
 }

@@ -1,7 +1,8 @@
 """Prices the steps of several shardings on a device that need not be there, and simulates engines over such prices.
 
 A device multiplies its share of the weights with all tokens of a step and reads them once; then come the collectives,
-one after the other. Attention, whose share of these two steps is small, is left out.
+one after the other. Attention, whose share of these two steps is small, is left out. Devices that share a machine work
+one after the other, too.
 """
 
 from __future__ import annotations
@@ -184,13 +185,14 @@ def _chip(device: str) -> Chip:
 def _steps(explained: Explained, chip: Chip) -> list[StepPrice]:
     numbers = sum(w.device_bytes / jnp.dtype(w.dtype).itemsize for w in explained.weights)
     sizes, found = dict(explained.sharding.mesh), []
+    n = math.prod(k for axis, k in sizes.items() if axis != "dp") if chip.shared else 1
     for program in explained.programs:
         if program.collectives is None:
             return []
         tokens = program.decode_rows + program.prefill_tokens
         read = explained.device_bytes / chip.bytes_per_s
-        limit = max(read, 2 * numbers * tokens / chip.flops)
-        links = sum(_link_s(c, sizes, chip) for c in program.collectives)
+        limit = n * max(read, 2 * numbers * tokens / chip.flops)
+        links = n * sum(_link_s(c, sizes, chip) for c in program.collectives)
         found.append(
             StepPrice(
                 decode_rows=program.decode_rows,

@@ -7,12 +7,17 @@ import hashlib
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from bench import models
+from jserve.model.families import family_for
+from jserve.model.shard import ShardRules, make_mesh
+from jserve.weights.loader import load
+from jserve.weights.source import resolve
 
 TINY = dataclasses.replace(
     models.SHAPES["llama-60m"], layers=2, hidden=64, heads=2, kv_heads=1, ffn=96, head_dim=32
@@ -72,6 +77,23 @@ def test_facts_are_read_from_the_headers(folder: Path) -> None:
     assert facts["weight_bytes"] == pytest.approx(2 * models.n_params(TINY), rel=0.01)
 
 
+def test_experts_have_their_names_and_are_counted_as_far_as_a_token_chooses_them(
+    tmp_path: Path,
+) -> None:
+    shape = dataclasses.replace(TINY, experts=4, chosen=2)
+    folder = models.write(tmp_path / "moe", shape)
+    source = resolve(str(folder))
+    family = family_for(source.config)
+    assert family.name == "granite_moe"
+    load(family, family.arch(source.config), source, make_mesh(1), ShardRules(), jnp.bfloat16)
+    facts = models.facts(folder)
+    idle = 2 * 2 * 3 * 96 * 64  # of two layers two experts of three matrices
+    assert facts["body_params"] + facts["head_params"] == models.n_params(shape) - idle
+    assert facts["read_bytes"] == facts["weight_bytes"] - 2 * idle
+    (folder / "model.safetensors").unlink()
+    assert models.facts(folder)["body_params"] == facts["body_params"]
+
+
 def test_a_folder_with_weights_is_not_overwritten(folder: Path) -> None:
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(FileExistsError, match=r"model\.safetensors"):
@@ -105,7 +127,7 @@ def test_a_model_without_weights_says_what_it_would_have(tmp_path: Path) -> None
     told, read = models.facts(empty), models.facts(whole)
     header = read["weight_bytes"] - told["weight_bytes"]
     assert 0 < header < 8192
-    assert told | {"weight_bytes": 0} == read | {"weight_bytes": 0}
+    assert told | {"weight_bytes": 0, "read_bytes": 0} == read | {"weight_bytes": 0, "read_bytes": 0}
     untied = models.write(
         tmp_path / "c" / "m", dataclasses.replace(TINY, tied=False), weights=False
     )

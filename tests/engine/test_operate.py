@@ -35,6 +35,8 @@ class WeighedRunner(FakeRunner):
 
     def __init__(self, limits: Any = LIMITS, *, strict: bool = True) -> None:
         self.weights, self.strict = 0, strict
+        self.gone = ""
+        """As ``LiveWeights.weights_fault``."""
         self.asleep: set[str] = set()
         self.seen: dict[tuple[str, int], set[tuple[int, int, int]]] = defaultdict(set)
         super().__init__(limits)
@@ -44,7 +46,7 @@ class WeighedRunner(FakeRunner):
         self.weights_PZ = np.full(self.token_PZ.shape, -1, np.int64)
         self.written_PZ = np.zeros(self.token_PZ.shape, np.int64)
 
-    def update_weights(self, source: Any, *, partial: bool, donate: bool) -> str:
+    def update_weights(self, source: Any, *, partial: bool, donate: bool, alias: bool) -> str:
         assert self.n_collected == self.n_launched, "a step is in flight"
         if source == WRONG:
             raise WeightsError("params.a: shape", field="params.a")
@@ -52,8 +54,11 @@ class WeighedRunner(FakeRunner):
             raise ZeroDivisionError
         if source == NOWHERE:
             raise ConfigError("no such directory", field="model")
-        self.weights = source
+        self.weights, self.gone = source, ""
         return f"stamp {source}"
+
+    def weights_fault(self) -> str:
+        return self.gone
 
     def sleep(self, parts: Any) -> None:
         self.asleep |= {*parts}

@@ -141,12 +141,12 @@ class DirectoryRunner(WeighedRunner):
         time.sleep(STEP_S)
         return super().collect(flight)
 
-    def update_weights(self, source: str, *, partial: bool, donate: bool) -> str:
+    def update_weights(self, source: str, *, partial: bool, donate: bool, alias: bool) -> str:
         wait = Path(source) / "seconds"
         time.sleep(float(wait.read_text()) if wait.exists() else 0.0)
         if not (Path(source) / "weights").exists():
             raise WeightsError(f"{source}: no weights", field=source)
-        super().update_weights(stated(source), partial=partial, donate=donate)
+        super().update_weights(stated(source), partial=partial, donate=donate, alias=alias)
         return f"w{self.weights}"
 
 

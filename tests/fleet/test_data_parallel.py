@@ -26,7 +26,10 @@ class LiveRunner(FakeRunner):
         super().__init__(LIMITS)
         self.fault, self.sources = fault, []
 
-    def update_weights(self, source, *, partial=False, donate=False) -> None:
+    def weights_fault(self) -> str:
+        return ""
+
+    def update_weights(self, source, *, partial=False, donate=False, alias=False) -> None:
         if self.fault:
             raise BadRequest("params: it does not fit", field="params")
         self.sources.append(source)
@@ -167,6 +170,8 @@ def test_engines_that_disagree_are_dead_and_what_all_refuse_is_refused() -> None
     both = several(LiveRunner(fault=True), LiveRunner(fault=True))
     (answer,) = ask(both, update)
     assert answer.error_field == "params"
+    (refused,) = ask(both, Control(id="d", action="update_weights", source="w", alias=True))
+    assert refused.error_field == "alias"
     (refused,) = ask(both, Control(id="d", action="update_weights", source="w", donate=True))
     assert refused.error_field == "donate"
     with pytest.raises(BadRequest, match="donate"):

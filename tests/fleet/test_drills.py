@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import statistics
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -291,6 +292,63 @@ async def test_d10_one_three_one_replicas(drill):
 
     assert await under_load(drill, one_three_one()) > 2
     assert drill.fleet.counters["moved"] > 0
+
+
+SECOND_FRONT = """
+import asyncio, sys
+from jserve.config import EngineConfig
+from jserve.fleet.face import FleetEngine
+from jserve.fleet.on_ray import RayReplicas
+from tests.fleet.fakes import OPTIONS
+from tests.fleet.test_face import answers, requests
+
+async def main(address, name, n_tokens):
+    config = EngineConfig.of(**OPTIONS, replicas=1, ray_address=address, ray_application=name)
+    fleet = FleetEngine(RayReplicas(config, "nobody:builds"))
+    await fleet.start()
+    print("started", flush=True)
+    print(await answers(fleet, requests(6, int(n_tokens))), flush=True)
+    await fleet.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def second_front(n_tokens: int) -> asyncio.subprocess.Process:
+    """A front in a process of its own, which uses the replicas of the drills and has begun to ask."""
+    import ray  # pyright: ignore[reportMissingImports]
+
+    address = ray.get_runtime_context().gcs_address
+    argv = ["-c", SECOND_FRONT, address, "drills", str(n_tokens)]
+    made = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert made.stdout is not None
+    assert (await asyncio.wait_for(made.stdout.readline(), 60.0)) == b"started\n"
+    return made
+
+
+async def test_a_second_front_uses_the_same_replicas_and_leaves_them(drill):
+    whole = await undisturbed(requests(6, 60))
+    other = await second_front(60)
+    asked = requests(9, 60)
+    assert await answers(drill.fleet, asked) == await undisturbed(asked)
+    said, _ = await asyncio.wait_for(other.communicate(), 60.0)
+    assert said.decode().strip() == str(whole)
+    assert other.returncode == 0
+    assert len(drill.fleet.members) == N
+
+
+async def test_d12_a_front_is_killed(drill):
+    """Nobody else's requests are told of it; its own end in the replicas (test_host has one that falls silent)."""
+    other = await second_front(460)
+    running = lambda: sum(one.stats.running for one in drill.fleet.members)  # noqa: E731
+    await until(lambda: running() >= 6, 20.0)
+    other.kill()
+    await other.wait()
+    asked = requests(9, 120)
+    assert await answers(drill.fleet, asked) == await undisturbed(asked)
+    await until(lambda: running() == 0, 20.0)
 
 
 async def test_the_number_follows_the_load(orders):

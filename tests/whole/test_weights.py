@@ -125,6 +125,79 @@ def test_a_donated_leaf_is_named_and_the_engine_lives(llm: LLM, odd_dir: Path, t
     assert tokens(llm) == before
 
 
+@pytest.fixture(scope="module")
+def even(tiny_dir: Path) -> Iterator[LLM]:
+    """On one device, where nothing is padded."""
+    with LLM(str(tiny_dir), load_format="dummy", **OPTIONS) as made:
+        yield made
+
+
+def placed(llm: LLM, root: Path, seed: int) -> Any:
+    """A trainer's weights as the engine keeps its own."""
+    own = llm._engine.runner.params
+    return jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), drawn(root, seed), own)
+
+
+def buffers(params: Any) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
+
+
+def test_shared_arrays_are_the_weights_and_their_loss_ends_requests_not_the_engine(
+    even: LLM, tiny_dir: Path
+) -> None:
+    runner: Any = even._engine.runner
+    even.update_weights(drawn(tiny_dir, 6))
+    copied = tokens(even)
+    shared = placed(even, tiny_dir, 6)
+    even.update_weights(shared, alias=True, version="shared")
+    assert buffers(runner.params) == buffers(shared)
+    assert tokens(even) == copied
+    for leaf in jax.tree.leaves(shared):
+        leaf.delete()
+    for _ in range(5):
+        with pytest.raises(WeightsError, match=r"params\..*deleted"):
+            even.generate(PROMPTS[0], GREEDY)
+    with pytest.raises(WeightsError, match="deleted"):
+        even.update_weights({"embed": drawn(tiny_dir, 7)["embed"]}, partial=True)
+    even.update_weights(drawn(tiny_dir, 6))
+    assert tokens(even) == copied
+    assert runner.programs.late_compiles == 0
+
+
+def test_other_weights_leave_those_that_were_shared_alone(even: LLM, tiny_dir: Path) -> None:
+    """The engine overwrites buffers of its own, and has some again."""
+    shared = placed(even, tiny_dir, 8)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(shared)]
+    even.update_weights(shared, alias=True)
+    with_eight = tokens(even)
+    even.sleep(["weights"])
+    even.wake(["weights"])
+    assert tokens(even) == with_eight
+    even.update_weights(shared, alias=True)
+    embed = drawn(tiny_dir, 9)["embed"]
+    even.update_weights({"embed": embed}, partial=True)
+    partly = tokens(even)
+    even.update_weights({**drawn(tiny_dir, 8), "embed": embed})
+    assert tokens(even) == partly != with_eight
+    for array, leaf in zip(before, jax.tree.leaves(shared), strict=True):
+        assert np.array_equal(array, np.asarray(leaf))
+
+
+def test_what_would_have_to_be_copied_is_not_shared(even: LLM, tiny_dir: Path) -> None:
+    before = tokens(even)
+    params = drawn(tiny_dir, 5)
+    with pytest.raises(WeightsError, match=r"params\..*alias takes a jax array of"):
+        even.update_weights(jax.tree.map(np.asarray, params), alias=True)
+    for wrong in (str(tiny_dir), names_of(params, tiny_dir)):
+        with pytest.raises(WeightsError, match="only a tree") as caught:
+            even.update_weights(wrong, alias=True)
+        assert caught.value.field == "alias"
+    for more in ({"partial": True}, {"donate": True}):
+        with pytest.raises(WeightsError, match="alias"):
+            even.update_weights(params, alias=True, **more)
+    assert tokens(even) == before
+
+
 def names_of(params: Any, root: Path) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint."""
     config = json.loads((root / "config.json").read_text())

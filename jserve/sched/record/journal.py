@@ -2,6 +2,7 @@
 
 One line per event, in order; ``plan`` lines hold the decision, which a replay compares::
 
+    {"type": "start", "options": {...}, "limits": {...}, "weights": "..."}
     {"type": "arrival", "now": 1.0, "request": {...}}
     {
         "type": "plan",
@@ -117,6 +118,15 @@ def _checksum(plan: StepPlan) -> int:
     for table in plan.group_tables or (plan.page_table_RM,):
         found = zlib.crc32(np.ascontiguousarray(table).tobytes(), found)
     return found
+
+
+class Started(msgspec.Struct, frozen=True, tag="start"):
+    """What the engine was made of, as ``record.start`` reads it. A journal that no engine wrote has none."""
+
+    options: dict[str, Any]
+    limits: dict[str, Any]
+    weights: str = ""
+    """Stamp of their files; empty: they were of no files."""
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
@@ -255,7 +265,7 @@ class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
 Handled = Created | Renewed | Dropped
 Disk = Stored | Fetched
 Ended = Expired | Recovered | Reweighed
-Event = Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Ended
+Event = Started | Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Ended
 
 
 class JournalFile:
@@ -264,6 +274,9 @@ class JournalFile:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._encoder = msgspec.json.Encoder()
+
+    def start(self, options: dict[str, Any], limits: dict[str, Any], weights: str) -> None:
+        self._write(Started(options=options, limits=limits, weights=weights))
 
     def arrival(self, request: Request, now: float) -> None:
         self._write(Arrival(now=now, request=request))

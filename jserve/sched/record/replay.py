@@ -1,6 +1,7 @@
-"""Replays a journal and compares every decision with the recorded one.
+"""Replays a journal and compares every decision with the recorded one, and on a device every token.
 
-Recorded proposers and guides replace those that are no pure function of the inputs.
+Recorded proposers and guides replace those that are no pure function of the inputs. On a device the plans run again, in
+the order in which they ran, and recorded results go on: the first token that differs is named.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
-from jserve.ports import Proposer, RunnerLimits, Verdict
+from jserve.ports import Guide, Guides, InFlight, Proposer, Runner, RunnerLimits, Verdict
 from jserve.sched.cache import handles as caching, tiers as tiering
 from jserve.sched.record.journal import (
     Arrival,
@@ -32,12 +34,19 @@ from jserve.sched.record.journal import (
     Recovered,
     Renewed,
     Reweighed,
+    Started,
     Stored,
 )
 from jserve.sched.scheduler import Scheduler
 from jserve.speculation.policy.controller import SpeculationController
 from jserve.speculation.policy.row_drafts import RowDrafts, StepLoad
-from jserve.types import Output, Request, Sequence, StepPlan
+from jserve.types import Output, Request, Sequence, StepPlan, StepResult
+
+
+class Recomputing(Runner, Protocol):
+    """A runner that goes on after a failed step."""
+
+    def reset(self) -> None: ...
 
 
 class Diverged(JserveError):
@@ -53,6 +62,10 @@ class Replayed:
     n_events: int
     n_steps: int
     outputs: list[Output]
+    n_tokens: int = 0
+    """Computed again on a device."""
+    until: str = ""
+    """Why no more were; empty: nothing was left."""
 
 
 def replay(
@@ -62,16 +75,23 @@ def replay(
     *,
     proposer: Proposer | None = None,
     anew: bool = False,
+    runner: Recomputing | None = None,
+    masks: Guides | None = None,
 ) -> Replayed:
     """Drive a fresh scheduler with the inputs in ``path``.
 
     Drafts are taken from the journal; or decided ``anew`` and compared, with a ``proposer`` as it was when the
     run started. A last line that was cut off (the process died) is left out.
 
+    Args:
+        runner: computes every step again, as far as it has the weights that the engine had.
+        masks: what ``runner`` needs for structured output.
+
     Raises:
-        Diverged: a plan differs from the recorded one.
+        Diverged: a plan, or a token that ``runner`` computed, differs from the recorded one.
     """
-    guides = _RecordedGuides(Path(path))
+    guides = _RecordedGuides(Path(path), masks)
+    device = _Device(runner)
     if anew:
         scheduler = Scheduler(limits, config, proposer=proposer, guides=guides)
     else:
@@ -81,7 +101,7 @@ def replay(
     n_events = 0
     for event in _events(Path(path)):
         n_events += 1
-        if isinstance(event, Guided):
+        if isinstance(event, Guided | Started):
             continue
         if isinstance(event, Planned):
             guides.decision = event.decision
@@ -91,9 +111,72 @@ def replay(
             _compare(n_events, event.decision, Decision.of(plan))
             if plan is not None:
                 plans[plan.id] = plan
+                device.launch(plan)
         else:
+            device.compare(n_events, event)
             outputs += _feed(scheduler, event, plans)
-    return Replayed(n_events=n_events, n_steps=scheduler.n_steps, outputs=outputs)
+    return Replayed(
+        n_events=n_events,
+        n_steps=scheduler.n_steps,
+        outputs=outputs,
+        n_tokens=device.n_tokens,
+        until=device.until,
+    )
+
+
+class _Device:
+    """Runs the plans again.
+
+    Args:
+        runner: None: nothing runs.
+    """
+
+    def __init__(self, runner: Recomputing | None) -> None:
+        self.n_tokens, self.until = 0, ""
+        self._runner = runner
+        self._flights: dict[int, InFlight] = {}
+
+    def launch(self, plan: StepPlan) -> None:
+        if self._runner is not None and not self.until:
+            self._flights[plan.id] = self._runner.launch(plan)
+
+    def compare(self, line: int, event: Event) -> None:
+        """Take in what happened behind the launches so far.
+
+        Raises:
+            Diverged: a token is not the recorded one.
+        """
+        if self._runner is None or self.until:
+            return
+        if isinstance(event, Committed):
+            flight = self._flights.pop(event.step)
+            self.n_tokens += _compare_tokens(
+                line, flight.plan, event.result(), self._runner.collect(flight)
+            )
+        elif isinstance(event, Recovered):
+            self._flights.clear()
+            self._runner.reset()
+        elif isinstance(event, Reweighed):
+            self.until = f"line {line}: other weights, {event.version or 'without a name'}"
+        elif isinstance(event, Fetched) and any(found for _, found in event.answers):
+            self.until = f"line {line}: pages were read from disk"
+
+
+def _compare_tokens(line: int, plan: StepPlan, recorded: StepResult, made: StepResult) -> int:
+    """Tokens that are equal, which are all."""
+    n = 0
+    for r, row in enumerate(plan.rows):
+        if not row.emits:
+            continue
+        told, again = (one.tokens_RJ[r, : one.n_ok_R[r]].tolist() for one in (recorded, made))
+        if told != again:
+            where = f"step {plan.id}, request {row.choice.request.id!r}, choice {row.choice.index}"
+            raise Diverged(
+                f"line {line}: {where}, behind position {row.start}:"
+                f" the journal has tokens {told}, the device {again}"
+            )
+        n += len(told)
+    return n
 
 
 class _RecordedDrafting(SpeculationController):
@@ -116,9 +199,14 @@ class _RecordedDrafting(SpeculationController):
 
 
 class _RecordedGuides:
-    """Guides that return the recorded verdicts and hold back the same sequences."""
+    """Guides that return the recorded verdicts and hold back the same sequences.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        masks: guides that know what a device needs beside that; None: no device asks.
+    """
+
+    def __init__(self, path: Path, masks: Guides | None = None) -> None:
+        self._masks = masks
         self.decision: Decision | None = None
         """The recorded decision of the step being planned."""
         self.waited = False
@@ -138,18 +226,34 @@ class _RecordedGuides:
         choices = request.open_choices
         nth = self._n_choices.get(request.id, 0)
         self._n_choices[request.id] = (nth + 1) % len(choices)
-        return _RecordedGuide(self, (request.id, choices[nth]))
+        return _RecordedGuide(self, (request.id, choices[nth]), self._masking(request, most))
 
-    def start_masks(self) -> None: ...
+    def _masking(self, request: Request, most: int) -> Guide | None:
+        if self._masks is None:
+            return None
+        compiled = self._masks.compile(request)
+        if compiled is not None:
+            with contextlib.suppress(JserveError):  # so it was then, and the record says what came of it
+                compiled.result()
+        return self._masks.guide(request, most)
 
-    def wait_masks(self, timeout_s: float | None) -> None: ...
+    def start_masks(self) -> None:
+        if self._masks is not None:
+            self._masks.start_masks()
+
+    def wait_masks(self, timeout_s: float | None) -> None:
+        """All of them: which sequences had to wait is recorded."""
+        if self._masks is not None:
+            self._masks.wait_masks(None)
 
 
 class _RecordedGuide:
     """``ports.Guide`` of one recorded sequence."""
 
-    def __init__(self, guides: _RecordedGuides, key: tuple[str, int]) -> None:
-        self._guides, self._key = guides, key
+    def __init__(
+        self, guides: _RecordedGuides, key: tuple[str, int], masking: Guide | None
+    ) -> None:
+        self._guides, self._key, self._masking = guides, key, masking
 
     @property
     def forced(self) -> tuple[int, ...]:
@@ -167,18 +271,25 @@ class _RecordedGuide:
     def trim(self, drafts: Seq[int]) -> Seq[int]:
         return drafts
 
-    def mask(self, drafts: Seq[int]) -> None:
-        return None
+    def mask(self, drafts: Seq[int]) -> Any:
+        return None if self._masking is None else self._masking.mask(drafts)
 
     def redraw(self, drafts: Seq[int]) -> tuple[int, ...]:
-        return ()
+        return () if self._masking is None else self._masking.redraw(drafts)
 
     def take(self, drawn: Seq[int]) -> Verdict:
-        said = self._guides.said[self._key]
-        return said.popleft() if said else Verdict()
+        if self._masking is not None:
+            self._masking.take(drawn)
+        return self._said()
 
     def resume(self, said: Seq[int]) -> Verdict:
-        return self.take(said)
+        if self._masking is not None:
+            self._masking.resume(said)
+        return self._said()
+
+    def _said(self) -> Verdict:
+        said = self._guides.said[self._key]
+        return said.popleft() if said else Verdict()
 
 
 def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> list[Output]:

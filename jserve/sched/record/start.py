@@ -1,0 +1,79 @@
+"""What an engine was made of, to and from the first event of its journal: its options and the limits of its runner.
+
+Options of the server and of replicas are left out, as is what is secret: a replay needs none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from jserve.config import EngineConfig, FleetOptions, ServerOptions
+from jserve.errors import ConfigError
+from jserve.ports import RunnerLimits
+from jserve.sched.record.journal import JournalFile, Started
+
+Checks = Mapping[str, Callable[[Any], None]]
+_FUNCTIONS = ("features", "kv_names")
+"""Limits that are functions by name: names are written."""
+
+
+def write_start(
+    journal: JournalFile, config: EngineConfig, limits: RunnerLimits, weights: str
+) -> None:
+    """``weights`` is the stamp of their files."""
+    cache = dataclasses.replace(config.cache, kv_transfer_key="")
+    own = dataclasses.replace(config, cache=cache, server=ServerOptions(), fleet=FleetOptions())
+    values = {f.name: getattr(limits, f.name) for f in dataclasses.fields(limits)}
+    values |= {name: sorted(values[name]) for name in _FUNCTIONS}
+    journal.start(own.flat(), msgspec.to_builtins(values), weights)
+
+
+def read_start(path: Path) -> tuple[EngineConfig, Started]:
+    """The options, and the event that has them.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not begin with what an engine was made of.
+    """
+    try:
+        with path.open("rb") as file:
+            event = msgspec.json.decode(file.readline(), type=Started)
+        return EngineConfig.of(**event.options), event
+    except OSError as error:
+        raise ConfigError(f"journal {path}: {error.strerror}", field="journal") from None
+    except (msgspec.DecodeError, ConfigError) as error:
+        why = f"it does not begin with what an engine of this version was made of: {error}"
+        raise ConfigError(f"journal {path}: {why}", field="journal") from None
+
+
+def limits_of(
+    event: Started, checks: Checks, kv_names: Mapping[str, Callable[[Any], str]]
+) -> RunnerLimits:
+    """The limits again.
+
+    Args:
+        checks: of the step features that are registered here, by name.
+        kv_names: likewise.
+
+    Raises:
+        ConfigError: limits of another version, or a feature that is not registered.
+    """
+    limits = event.limits
+    known: dict[str, Mapping[str, Any]] = {"features": checks, "kv_names": kv_names}
+    functions = {}
+    for field, functions_of in known.items():
+        names = limits.get(field, [])
+        if missing := [name for name in names if name not in functions_of]:
+            why = f"the engine had a step feature {missing[0]!r}, which is not registered: a plugin is missing"
+            raise ConfigError(f"plugins: {why}", field="plugins")
+        functions[field] = {name: functions_of[name] for name in names}
+    kinds = get_type_hints(RunnerLimits)
+    try:
+        numbers = {n: msgspec.convert(v, kinds[n]) for n, v in limits.items() if n not in known}
+        return RunnerLimits(**numbers, **functions)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"journal: limits of another version: {error}", field="journal") from None

@@ -1,0 +1,97 @@
+"""``jserve replay``: a journal of a real engine is decided and computed again, and the first difference is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jserve import LLM, SamplingParams
+from jserve.cli import app
+from jserve.sampling import StructuredOutputs
+from jserve.sched.record.journal import Array, Committed, Event
+from tests.whole.conftest import SMALL_OPTIONS
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=2, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5, max_tokens=30, ignore_eos=True),
+    SamplingParams(
+        temperature=1.0, max_tokens=30, structured_outputs=StructuredOutputs(regex="(fox|dog){3,9}")
+    ),
+    SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def journal(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of requests of every kind, with so few pages that some are preempted."""
+    path = tmp_path_factory.mktemp("journal") / "run.journal"
+    options = SMALL_OPTIONS | {"n_pages": 14, "prompt_logprobs": True}
+    with LLM(str(tiny_dir), **options, journal=str(path)) as made:
+        prompts = ["the quick", "fox " * 20, "brown", "a", "lazy dog " * 9]
+        made.generate(prompts, PARAMS, use_tqdm=False)
+        assert made._engine.scheduler.stats().preemptions > 0
+    return path
+
+
+def run(*argv: Any) -> Any:
+    return CliRunner().invoke(app, ["replay", *map(str, argv)])
+
+
+def test_every_decision_is_the_same(journal: Path) -> None:
+    done = run(journal)
+    assert done.exit_code == 0, done.output
+    n = len(journal.read_bytes().splitlines())
+    assert done.stdout.startswith(f"{n} events, ")
+    assert "every decision as recorded" in done.stdout
+
+
+def test_every_token_is_the_same_and_one_that_is_not_is_named(journal: Path, tmp_path: Path) -> None:
+    done = run(journal, "--device")
+    assert done.exit_code == 0, done.output
+    events = [msgspec.json.decode(line, type=Event) for line in journal.read_bytes().splitlines()]
+    commits = [(i, e) for i, e in enumerate(events) if isinstance(e, Committed)]
+    drawn = [(i, e) for i, e in commits if e.n_ok.numpy().any()]
+    n = int(done.stdout.split(" tokens computed again")[0].split()[-1])
+    assert n >= 12 + 40 + 30
+    index, event = drawn[len(drawn) // 2]
+    tokens = event.tokens.numpy().copy()
+    tokens[np.flatnonzero(event.n_ok.numpy())[0], 0] += 1
+    events[index] = msgspec.structs.replace(event, tokens=Array.of(tokens))
+    other = tmp_path / "other.journal"
+    other.write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in events))
+    failed = run(other, "--device")
+    assert failed.exit_code == 1
+    assert f"line {index + 1}: step {event.step}, request" in failed.stderr.replace("\n", " ")
+
+
+def test_another_decision_is_named(journal: Path, tmp_path: Path) -> None:
+    lines = journal.read_text().splitlines(keepends=True)
+    at = [i for i, line in enumerate(lines) if line.startswith('{"type":"plan"') and '"rows":[[' in line]
+    said = json.loads(lines[at[3]])
+    said["decision"]["rows"][0][4] += 1
+    lines[at[3]] = json.dumps(said) + "\n"
+    other = tmp_path / "other.journal"
+    other.write_text("".join(lines))
+    failed = run(other)
+    assert failed.exit_code == 1
+    assert f"line {at[3] + 1}" in failed.stderr.replace("\n", " ")
+
+
+def test_an_engine_that_cannot_be_made_again_is_refused(journal: Path, tmp_path: Path) -> None:
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    for change, field in (({"weights": "another"}, "model"), ({"max_rows": 1}, "max_rows")):
+        said = json.loads(first)
+        (said if field == "model" else said["limits"]).update(change)
+        other = tmp_path / f"{field}.journal"
+        other.write_text("".join([json.dumps(said) + "\n", *rest]))
+        failed = run(other, "--device")
+        assert failed.exit_code == 2
+        assert field in failed.stderr
+    assert run(tmp_path / "nothing").exit_code == 2
