@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import defaultdict
 from itertools import pairwise
@@ -153,6 +154,33 @@ def versions(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
     for out in outputs:
         found[out.request_id, out.index] += [int(out.weights.lstrip("v"))] * len(out.token_ids)
     return found
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_weights_that_are_lost_end_requests_until_there_are_others(overlap: int) -> None:
+    engine, requests = engine_of(overlap), workload(random.Random(1))
+    runner: Any = engine.runner
+    for request in requests[:-1]:
+        engine.submit(request)
+    outputs = [*engine.step(), *engine.step()]
+    runner.gone = "params.a is gone"
+    outputs += engine.step()
+    engine.submit(requests[-1])
+    while engine.busy:
+        outputs += engine.step()
+    ends = [out for out in outputs if out.finish is not None]
+    assert len(ends) == sum(r.params.n for r in requests)
+    assert {(out.error, out.error_code) for out in ends if out.finish is Finish.ERROR} == {
+        ("params.a is gone", WeightsError.code)
+    }
+    assert {out.finish for out in ends} <= {Finish.ERROR, Finish.LENGTH}
+    answer, _ = told(engine, "update_weights", source=3)
+    assert answer.error is None
+    again = dataclasses.replace(requests[-1], id="again")
+    engine.submit(again)
+    tokens, ended = by_choice(engine.drain())["again", 0]
+    assert ended == [Finish.LENGTH]
+    assert tokens[0] == next_token(again, list(again.prompt_ids), 3)
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
