@@ -89,7 +89,9 @@ def measure(layers: int, rounds: int) -> list[dict[str, Any]]:
             line |= {f"{name}_s": round(wall, 1), f"{name}_cpu_s": round(cpu, 1)}
         line["ratio"] = round(found["experts"][0] / found["dense"][0], 2)
         lines.append(line)
-        print("{layers:6d} {dense_s:9.1f} {experts_s:10.1f} {ratio:6.2f}".format(**line), flush=True)
+        print(
+            "{layers:6d} {dense_s:9.1f} {experts_s:10.1f} {ratio:6.2f}".format(**line), flush=True
+        )
     return lines
 
 

@@ -137,7 +137,9 @@ def measure(law: str, ways: dict[str, Way], T: int, turns: int, level: str) -> d
     ms = {name: statistics.median(t[1:]) * 1e3 for name, t in times.items()}
     counts = [np.bincount(choices(law, T, turn).ravel(), minlength=MOE.E) for turn in range(turns)]
     spread = {
-        name: statistics.mean(eplb.imbalance(count, ways[name].slot_S, ways[name].n) for count in counts)
+        name: statistics.mean(
+            eplb.imbalance(count, ways[name].slot_S, ways[name].n) for count in counts
+        )
         for name in ("ep", "eplb")
     }
     return {

@@ -1,8 +1,8 @@
 """Dummy models for speed runs: real Hugging Face directories with seeded random weights.
 
 It owns the shapes the project measures (llama-60m, llama-1b, granite-1b-a400m with its experts, and llama-8b for a
-GPU, where weights are better drawn by the engine: ``--no-weights``) and a byte-level BPE tokenizer for them. Uses numpy and safetensors, no framework,
-so that every peer reads the same bytes.
+GPU, where weights are better drawn by the engine: ``--no-weights``) and a byte-level BPE tokenizer for them. Uses numpy
+and safetensors, no framework, so that every peer reads the same bytes.
 
 Vocabulary of 32000 ids::
 

@@ -303,7 +303,8 @@ def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
     if not path:
         return None
     try:
-        made = JournalFile(open(path, "wb", buffering=0))
+        file = open(path, "wb", buffering=0)  # noqa: SIM115  # the engine's as long as it lives
+        made = JournalFile(file)
         write_start(made, config, limits, weights)
         return made
     except OSError as e:

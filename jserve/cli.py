@@ -372,7 +372,9 @@ def kubernetes(
     image: Annotated[
         str, typer.Option(help="container image with jserve[ray] and the model")
     ] = "jserve:latest",
-    name: Annotated[str, typer.Option(help="of the RayService; its Service is NAME-front")] = "jserve",
+    name: Annotated[
+        str, typer.Option(help="of the RayService; its Service is NAME-front")
+    ] = "jserve",
     cpus: Annotated[int, typer.Option(help="processors of a replica's pod", min=1)] = 8,
     memory: Annotated[str, typer.Option(help="of a replica's pod")] = "32Gi",
     gpus: Annotated[int, typer.Option(help="GPUs of a replica's pod; 0 on CPUs", min=0)] = 0,
@@ -497,7 +499,9 @@ def shard(
         Optional[list[str]],  # noqa: UP045
         typer.Option(help="a sharding, as of --sharding; two or more", show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(help="whose rates price it: h100, h200, b200, cpu")] = "h200",
+    device: Annotated[
+        str, typer.Option(help="whose rates price it: h100, h200, b200, cpu")
+    ] = "h200",
     simulate: Annotated[
         bool, typer.Option("--simulate", help="also serve the trace over those prices")
     ] = False,

@@ -5,6 +5,7 @@ It owns the start banner, the order of a server's life and what is shown meanwhi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterable
@@ -293,7 +294,6 @@ def verify(config: EngineConfig, wish: dict[str, Any], as_json: bool, console: A
         Diverged: a decision differs.
         ConfigError: an argument, file or option that makes no sense.
     """
-    import dataclasses
     import json
 
     from jserve.sim.study import verify

@@ -165,9 +165,9 @@ class LiveWeights(Protocol):
     """The further interface of a runner whose weights and memory an operator may change. Nothing is in flight."""
 
     def update_weights(self, source: Any, *, partial: bool, donate: bool, alias: bool) -> str:
-        """Copy other weights over those in use, or with ``alias`` use the caller's arrays. A name that no other weights
-        have, "" where there is none. Raises WeightsError or, where there is no such directory, ConfigError; the old ones
-        stay then."""
+        """Copy other weights over those in use, or with ``alias`` use the caller's arrays. A name that no other
+        weights have, "" where there is none. Raises WeightsError or, where there is no such directory, ConfigError; the
+        old ones stay then."""
         ...
 
     def weights_fault(self) -> str:

@@ -206,7 +206,11 @@ class Engine:
         outputs, self._landed = self._landed, []
         return [
             msgspec.structs.replace(
-                out, finish=Finish.ERROR, error=why, error_code=WeightsError.code, error_field="params"
+                out,
+                finish=Finish.ERROR,
+                error=why,
+                error_code=WeightsError.code,
+                error_field="params",
             )
             if out.finish is Finish.ABORT
             else out

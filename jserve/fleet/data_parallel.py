@@ -255,10 +255,9 @@ class DataParallelEngine:
 
 def _refused(command: Control) -> BadRequest | None:
     """The refusal of what only one engine can do; None: all can do it."""
-    for field in ("donate", "alias"):
-        if getattr(command, field):
-            why = f"{field}: several engines (dp) copy the weights"
-            return BadRequest(why, field=field)
+    for name in ("donate", "alias"):
+        if getattr(command, name):
+            return BadRequest(f"{name}: several engines (dp) copy the weights", field=name)
     return None
 
 

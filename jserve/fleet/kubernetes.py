@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jserve.config import EngineConfig, FleetOptions, ServerOptions
+from jserve.config import EngineConfig, ServerOptions
 from jserve.errors import ConfigError
 from jserve.fleet.roles import parse_roles
 

@@ -114,6 +114,7 @@ typedef struct {
   RoundedRow *rounded; /* [L] */
   bf16 *room;          /* for the weights of a chunk, widened; of the thread alone */
   i64 rows_ahead;      /* weight rows from a thread's chunk to its next one, about */
+  i64 then;            /* the weight row at which a thread goes on behind those of a call, about */
   const char *next_chunk; /* of a product with weights in room: where the numbers of that begin */
 } Product;
 
@@ -462,6 +463,9 @@ INLINE i64 weight_bytes(int kind) { return kind == BF16 ? 2 : 1; }
 enum { AHEAD_BYTES = 16 << 10, LONGEST_LINEAR = 2048 };
 #define NEXT(i) _mm_prefetch(next + 64 * i, _MM_HINT_T1);
 INLINE i64 bytes_ahead(i64 block) { return up_to(AHEAD_BYTES, max64(block, 1)); }
+/* The weight row to fetch: the n-th, or beyond the n1-th what the same thread reads next, since what it fetches of another
+ * thread's is lost. */
+INLINE i64 row_ahead(const Product *p, i64 n, i64 n1) { return min64(n < n1 ? n : p->then + n - n1, p->N - 1); }
 
 /* One row of x and one weight row. */
 T_BF16 INLINE __m512 row_sums(const bf16 *x, const bf16 *w, i64 K) {
@@ -490,8 +494,9 @@ T_BF16 static void bf16_linear(const Product *p, i64 n0, i64 n1, float *y) {
 /* One row of x, eight weight rows at once. Beyond the last row the pointers repeat it. */
 T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int kind) {
   const bf16 *x = p->packed;
-  const i64 K = p->K, ahead = bytes_ahead(8 * K * weight_bytes(kind));
+  const i64 K = p->K, ahead = bytes_ahead(8 * K * weight_bytes(kind)) / max64(K * weight_bytes(kind), 1);
   for (i64 n = n0; n < n1; n += 8, y += 8) {
+    const char *near = weight_row(p, row_ahead(p, n + ahead, n1), kind);
 #define BEGIN(i)                                                                                                       \
   const char *w##i = weight_row(p, min64(n + i, n1 - 1), kind);                                                        \
   __m512 s##i = _mm512_setzero_ps();
@@ -499,7 +504,7 @@ T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int ki
     i64 k = 0;
     for (; k + 32 <= K; k += 32) {
       __m512i v = load(x + k);
-      const char *next = w0 + ahead + 8 * k * weight_bytes(kind);
+      const char *next = near + 8 * k * weight_bytes(kind);
       NEXT(0) NEXT(1) NEXT(2) NEXT(3)
       if (kind == BF16) {
         NEXT(4) NEXT(5) NEXT(6) NEXT(7)
@@ -525,9 +530,11 @@ T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int ki
 
 /* Four rows of x against four weight rows: sixteen sums. */
 T_BF16 INLINE void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int kind) {
-  const i64 K = p->K, width = up_to(K, 32), ahead = bytes_ahead(4 * K * weight_bytes(kind));
+  const i64 K = p->K, width = up_to(K, 32);
+  const i64 ahead = bytes_ahead(4 * K * weight_bytes(kind)) / max64(K * weight_bytes(kind), 1);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
+      const char *near = weight_row(p, row_ahead(p, n + ahead, n1), kind);
       const bf16 *x = (const bf16 *)p->packed + i * width;
       const char *w0 = weight_row(p, n, kind), *w1 = weight_row(p, min64(n + 1, n1 - 1), kind);
       const char *w2 = weight_row(p, min64(n + 2, n1 - 1), kind), *w3 = weight_row(p, min64(n + 3, n1 - 1), kind);
@@ -536,7 +543,7 @@ T_BF16 INLINE void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t,
       __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
 #define TILE(LOAD)                                                                                                     \
   {                                                                                                                    \
-    const char *next = w0 + ahead + 4 * k * weight_bytes(kind);                                                        \
+    const char *next = near + 4 * k * weight_bytes(kind);                                                              \
     NEXT(0) NEXT(1)                                                                                                    \
     if (kind == BF16) { NEXT(2) NEXT(3) }                                                                              \
     __m512i v0 = LOAD(w0), v1 = LOAD(w1), v2 = LOAD(w2), v3 = LOAD(w3);                                                \
@@ -603,7 +610,7 @@ T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
   const i64 K = p->K, pairs = up_to(K, 2) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
   const i64 per_weight = !p->next_chunk ? 16 : p->kind == INT4 ? 4 : 8; /* bytes of eight rows */
-  const char *next = (const char *)(p->w + min64(n + 16, p->N - 1) * K);
+  const char *next = (const char *)(p->w + row_ahead(p, n + 16, n1) * K);
   if (p->next_chunk) next = p->next_chunk + n * K * per_weight / 8;
 #define BEGIN(r)                                                                                                       \
   const bf16 *w##r = p->w + min64(n + r, n1 - 1) * K;                                                                  \
@@ -910,7 +917,8 @@ static void product_chunk(const Job *job, i64 number, int seat) {
   number -= job->n_first;
   i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->p.row};
-  const Product p = with_room(work, seat);
+  Product p = with_room(work, seat);
+  p.then = n0 + p.rows_ahead;
   work->level->rows(&p, n0, n1, t);
 }
 
@@ -931,8 +939,10 @@ static void gated(const Level *level, const Product *p, i64 n0, i64 n1, Target t
   int32_t number_of[PART];
   for (int i = 0; i < PART; i++) number_of[i] = i;
   for (i64 first = 0; first < p->L; first += PART) {
-    const Product part = part_of(level, p, first, min64(PART, p->L - first));
+    Product part = part_of(level, p, first, min64(PART, p->L - first));
+    part.then = t.ld + n0;
     level->rows(&part, n0, n1, (Target){gate, n, number_of});
+    part.then = first + PART < p->L ? n0 : p->then;
     level->rows(&part, t.ld + n0, t.ld + n1, (Target){up, n, number_of});
     for (i64 i = 0; i < part.L; i++) level->silu(gate + i * n, up + i * n, at(t, first + i), n);
   }
@@ -943,7 +953,8 @@ static void gate_up_chunk(const Job *job, i64 number, int seat) {
   if (aside(job, number)) return;
   number -= job->n_first;
   const i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
-  const Product p = with_room(work, seat);
+  Product p = with_room(work, seat);
+  p.then = n0 + p.rows_ahead;
   gated(work->level, &p, n0, n1, (Target){work->y + n0, work->N, work->p.row});
 }
 
@@ -1021,7 +1032,7 @@ typedef struct {
   const int32_t *const *to; /* of each, rows of y */
   const Level *level;
   float *y;
-  i64 N, rows_per_chunk, chunks_each;
+  i64 N, rows_per_chunk, chunks_each, threads;
   int fused;
 } ExpertWork;
 
@@ -1031,10 +1042,12 @@ static void expert_chunk(const Job *job, i64 number, int seat) {
   i64 g = number / work->chunks_each, n0 = number % work->chunks_each * work->rows_per_chunk;
   i64 n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->to[g]};
+  Product p = work->p[g];
+  p.then = n0 + work->rows_per_chunk * work->threads;
   if (work->fused)
-    gated(work->level, &work->p[g], n0, n1, t);
+    gated(work->level, &p, n0, n1, t);
   else
-    work->level->rows(&work->p[g], n0, n1, t);
+    work->level->rows(&p, n0, n1, t);
 }
 
 typedef struct {
@@ -1104,8 +1117,8 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
     longest = max64(longest, L);
   }
   const i64 rows = chunk_rows(e->N, K, longest, e->fused);
-  ExpertWork work = {p, rows_of_y, with, e->y, e->N, rows, (e->N + rows - 1) / rows, e->fused};
   if (n * rows_each * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
+  ExpertWork work = {p, rows_of_y, with, e->y, e->N, rows, (e->N + rows - 1) / rows, pool_threads(call), e->fused};
   job->n_chunks = n * work.chunks_each;
   job->chunk = expert_chunk;
   job->work = &work;

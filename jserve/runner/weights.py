@@ -103,7 +103,9 @@ class WeightUpdate:
         """
         by_name = isinstance(source, str | Path | AdapterDelta) or named_arrays(source) is not None
         if by_name or self._quantised:
-            why = "the engine's weights are quantised" if self._quantised else "only a tree has them"
+            why = (
+                "the engine's weights are quantised" if self._quantised else "only a tree has them"
+            )
             raise WeightsError(f"alias: arrays are used as they are; {why}", field="alias")
         matches = matched(dict(leaves_of(source)), self._specs, self._canonical)
         layout, _ = self._programs[0]
@@ -210,7 +212,9 @@ def own_copy(params: Any, *, read: bool) -> Any:
 
     def one(leaf: jax.Array) -> jax.Array:
         if read and leaf.is_deleted():
-            raise WeightsError("params: shared weights were deleted, and are replaced together", field="params")
+            raise WeightsError(
+                "params: shared weights were deleted, and are replaced together", field="params"
+            )
         values = np.array(leaf) if read else np.zeros(leaf.shape, leaf.dtype)
         return jax.device_put(values, leaf.sharding)
 

@@ -272,7 +272,7 @@ def verify(path: Path, setup: Setup, limits: RunnerLimits) -> Verified:
         ConfigError: see ``convert``; or the run had a fault, which the simulator does not repeat.
     """
     trace = {item.id: item for item in convert(path)}
-    tape = _Tape(list(events(path)), path)
+    tape = _Tape([e for e in events(path) if not isinstance(e, journal.Started)], path)
     setup = dataclasses.replace(setup, journal=tape)
     claims = {e.step: e.device_us for e in tape.events if isinstance(e, Committed)}
     clients = Clients((), setup)
@@ -315,7 +315,9 @@ class _Tape:
         if self._until_expiry == -1 and not isinstance(self.events[at], journal.Expired):
             at = max(0, at - 1)
         event = self.events[at]
-        assert not isinstance(event, journal.Guided), "guided requests are refused"
+        assert not isinstance(event, journal.Guided | journal.Started), (
+            "guided requests are refused"
+        )
         return event.now
 
     def inputs(self) -> list[Arrival | Cancelled]:

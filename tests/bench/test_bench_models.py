@@ -127,7 +127,10 @@ def test_a_model_without_weights_says_what_it_would_have(tmp_path: Path) -> None
     told, read = models.facts(empty), models.facts(whole)
     header = read["weight_bytes"] - told["weight_bytes"]
     assert 0 < header < 8192
-    assert told | {"weight_bytes": 0, "read_bytes": 0} == read | {"weight_bytes": 0, "read_bytes": 0}
+    assert told | {"weight_bytes": 0, "read_bytes": 0} == read | {
+        "weight_bytes": 0,
+        "read_bytes": 0,
+    }
     untied = models.write(
         tmp_path / "c" / "m", dataclasses.replace(TINY, tied=False), weights=False
     )

@@ -20,7 +20,9 @@ from tests.whole.conftest import SMALL_OPTIONS
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=2, logprobs=2, ignore_eos=True),
-    SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5, max_tokens=30, ignore_eos=True),
+    SamplingParams(
+        temperature=0.8, top_p=0.9, presence_penalty=0.5, max_tokens=30, ignore_eos=True
+    ),
     SamplingParams(
         temperature=1.0, max_tokens=30, structured_outputs=StructuredOutputs(regex="(fox|dog){3,9}")
     ),
@@ -52,7 +54,9 @@ def test_every_decision_is_the_same(journal: Path) -> None:
     assert "every decision as recorded" in done.stdout
 
 
-def test_every_token_is_the_same_and_one_that_is_not_is_named(journal: Path, tmp_path: Path) -> None:
+def test_every_token_is_the_same_and_one_that_is_not_is_named(
+    journal: Path, tmp_path: Path
+) -> None:
     done = run(journal, "--device")
     assert done.exit_code == 0, done.output
     events = [msgspec.json.decode(line, type=Event) for line in journal.read_bytes().splitlines()]
@@ -73,7 +77,11 @@ def test_every_token_is_the_same_and_one_that_is_not_is_named(journal: Path, tmp
 
 def test_another_decision_is_named(journal: Path, tmp_path: Path) -> None:
     lines = journal.read_text().splitlines(keepends=True)
-    at = [i for i, line in enumerate(lines) if line.startswith('{"type":"plan"') and '"rows":[[' in line]
+    at = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith('{"type":"plan"') and '"rows":[[' in line
+    ]
     said = json.loads(lines[at[3]])
     said["decision"]["rows"][0][4] += 1
     lines[at[3]] = json.dumps(said) + "\n"

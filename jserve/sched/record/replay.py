@@ -233,7 +233,9 @@ class _RecordedGuides:
             return None
         compiled = self._masks.compile(request)
         if compiled is not None:
-            with contextlib.suppress(JserveError):  # so it was then, and the record says what came of it
+            with contextlib.suppress(
+                JserveError
+            ):  # so it was then, and the record says what came of it
                 compiled.result()
         return self._masks.guide(request, most)
 
@@ -274,7 +276,7 @@ class _RecordedGuide:
     def mask(self, drafts: Seq[int]) -> Any:
         return None if self._masking is None else self._masking.mask(drafts)
 
-    def redraw(self, drafts: Seq[int]) -> tuple[int, ...]:
+    def redraw(self, drafts: Seq[int]) -> Seq[int]:
         return () if self._masking is None else self._masking.redraw(drafts)
 
     def take(self, drawn: Seq[int]) -> Verdict:

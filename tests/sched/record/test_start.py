@@ -63,7 +63,12 @@ def test_a_journal_with_its_start_replays_by_what_it_says(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    ["", "hello\n", '{"type":"expire","now":1.0}\n', '{"type":"start","options":{"no":1},"limits":{}}\n'],
+    [
+        "",
+        "hello\n",
+        '{"type":"expire","now":1.0}\n',
+        '{"type":"start","options":{"no":1},"limits":{}}\n',
+    ],
 )
 def test_a_file_that_says_no_start_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "journal"
@@ -84,7 +89,9 @@ def test_a_feature_that_is_not_registered_names_the_plugin(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("change", [{"n_slots": "many"}, {"no_such": 1}, {"step_times": [{}]}])
 def test_limits_of_another_version_are_refused(tmp_path: Path, change: dict) -> None:
-    path = written(tmp_path / "journal", limits=dataclasses.replace(LIMITS, features={}, kv_names={}))
+    path = written(
+        tmp_path / "journal", limits=dataclasses.replace(LIMITS, features={}, kv_names={})
+    )
     said = json.loads(path.read_text())
     said["limits"] |= change
     path.write_text(json.dumps(said) + "\n")
