@@ -350,18 +350,18 @@ def simulate(
     typer.echo(replies(config, wish, as_json, err), nl=False)
 
 
-@app.command()
-def replay(
+@app.command("replay")
+def replay_journal(
     journal: Annotated[Path, typer.Argument(help="a file of serve --journal")],
     device: Annotated[
         bool, typer.Option("--device", help="also compute every step again and compare its tokens")
     ] = False,
 ) -> None:
     """Replay a journal: is every decision the same, and every token?"""
-    from jserve import commands
+    from jserve.replay_commands import replay
 
     with reported():
-        typer.echo(commands.replay(journal, device=device, console=err), nl=False)
+        typer.echo(replay(journal, device=device, console=err), nl=False)
 
 
 @app.command(cls=OptionsCommand)
@@ -371,7 +371,7 @@ def kubernetes(
     model: Model = None,
     image: Annotated[
         str, typer.Option(help="container image with jserve[ray] and the model")
-    ] = "jserve:latest",
+    ] = "jserve",
     name: Annotated[
         str, typer.Option(help="of the RayService; its Service is NAME-front")
     ] = "jserve",

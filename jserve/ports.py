@@ -171,7 +171,7 @@ class LiveWeights(Protocol):
         ...
 
     def weights_fault(self) -> str:
-        """Why there are no weights any more, "" where there are: a caller has deleted arrays that it shares."""
+        """The reason that there are no weights any more, "" where there are: a caller has deleted arrays it shares."""
         ...
 
     def sleep(self, parts: Seq[str]) -> None:

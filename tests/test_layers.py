@@ -103,6 +103,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "plugins": set(),
     "commands": {
+        "fleet",
         "build",
         "plugins",
         "progress",
@@ -116,6 +117,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quant_commands": {"build", "progress", "quality", "weights"},
     "shard_commands": {"build", "progress", "sim", "sizing"},
+    "replay_commands": {"build", "plugins", "progress", "sched", "model.step"},
     "outputs": {"text"},
     "feed": {"engine"},
     "prompts": {"outputs", "text"},
@@ -130,6 +132,7 @@ ALLOWED: dict[str, set[str]] = {
         "commands",
         "quant_commands",
         "shard_commands",
+        "replay_commands",
         "llm",
         "engine",
         "quality",

@@ -22,12 +22,12 @@ RAY_VERSION = "2.60.0"
 PORT, AGENT_PORT = 8000, 52365
 SECRET = ("api_key", "kv_transfer_key")
 SHARED = {"ray": "/tmp/ray", "shm": "/dev/shm"}
-"""What a process needs of the Ray beside it: its address and its object store."""
+"""Shared with the Ray beside a process: its address and its object store."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """What the pods are made of.
+    """The makings of the pods.
 
     Args:
         image: a container image with ``jserve[ray]`` and the model.
@@ -37,7 +37,7 @@ class Pods:
     """
 
     name: str = "jserve"
-    image: str = "jserve:latest"
+    image: str = "jserve"
     cpus: int = 8
     memory: str = "32Gi"
     gpus: int = 0

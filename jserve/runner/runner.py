@@ -277,7 +277,7 @@ class ModelRunner:
         self.params, self._shared = self._overwrite.shared(source)
 
     def weights_fault(self) -> str:
-        """Why there are no weights any more; "": there are."""
+        """The reason that there are no weights any more; "": there are."""
         gone = [name for name, leaf in self._shared.items() if leaf.is_deleted()]
         return f"params.{gone[0]}: who shares it has deleted it (alias)" if gone else ""
 

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "served_model_name": ("a", "b"),
     "structured_outputs": False,
-    "queue_share": 0.25,
+    "memory_utilization": 0.5,
     "speculative.method": "ngram",
 }
 

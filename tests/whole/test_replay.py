@@ -19,9 +19,9 @@ from tests.whole.conftest import SMALL_OPTIONS
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=2, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=120, n=2, logprobs=2, ignore_eos=True),
     SamplingParams(
-        temperature=0.8, top_p=0.9, presence_penalty=0.5, max_tokens=30, ignore_eos=True
+        temperature=0.8, top_p=0.9, presence_penalty=0.5, max_tokens=120, ignore_eos=True
     ),
     SamplingParams(
         temperature=1.0, max_tokens=30, structured_outputs=StructuredOutputs(regex="(fox|dog){3,9}")
@@ -34,7 +34,7 @@ PARAMS = [
 def journal(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of requests of every kind, with so few pages that some are preempted."""
     path = tmp_path_factory.mktemp("journal") / "run.journal"
-    options = SMALL_OPTIONS | {"n_pages": 14, "prompt_logprobs": True}
+    options = SMALL_OPTIONS | {"n_pages": 22, "page_size": 8, "prompt_logprobs": True}
     with LLM(str(tiny_dir), **options, journal=str(path)) as made:
         prompts = ["the quick", "fox " * 20, "brown", "a", "lazy dog " * 9]
         made.generate(prompts, PARAMS, use_tqdm=False)
@@ -63,7 +63,7 @@ def test_every_token_is_the_same_and_one_that_is_not_is_named(
     commits = [(i, e) for i, e in enumerate(events) if isinstance(e, Committed)]
     drawn = [(i, e) for i, e in commits if e.n_ok.numpy().any()]
     n = int(done.stdout.split(" tokens computed again")[0].split()[-1])
-    assert n >= 12 + 40 + 30
+    assert n >= 12 + 240 + 120
     index, event = drawn[len(drawn) // 2]
     tokens = event.tokens.numpy().copy()
     tokens[np.flatnonzero(event.n_ok.numpy())[0], 0] += 1

@@ -121,7 +121,7 @@ def _checksum(plan: StepPlan) -> int:
 
 
 class Started(msgspec.Struct, frozen=True, tag="start"):
-    """What the engine was made of, as ``record.start`` reads it. A journal that no engine wrote has none."""
+    """The makings of the engine, as ``record.start`` reads it. A journal that no engine wrote has none."""
 
     options: dict[str, Any]
     limits: dict[str, Any]

@@ -65,7 +65,7 @@ class Replayed:
     n_tokens: int = 0
     """Computed again on a device."""
     until: str = ""
-    """Why no more were; empty: nothing was left."""
+    """The reason that no more were; empty: nothing was left."""
 
 
 def replay(

@@ -1,4 +1,4 @@
-"""What an engine was made of, to and from the first event of its journal: its options and the limits of its runner.
+"""Takes what an engine was made of, its options and its runner's limits, to and from the first event of its journal.
 
 Options of the server and of replicas are left out, as is what is secret: a replay needs none of them.
 """

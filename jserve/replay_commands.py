@@ -1,0 +1,70 @@
+"""Implements ``jserve replay``: a journal decided again, and computed again on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jserve.build import close, engine, guides_of
+from jserve.config import EngineConfig
+from jserve.errors import ConfigError
+from jserve.plugins import load_plugins
+from jserve.progress import start_progress
+from jserve.sched.record.replay import replay as replayed
+from jserve.sched.record.start import limits_of, read_start
+
+
+def replay(path: Path, *, device: bool, console: Any) -> str:
+    """Decide again what a journal has; with ``device`` compute it again, too; a summary as text.
+
+    Raises:
+        ConfigError: no journal of an engine, or this machine cannot make the same engine.
+        Diverged: the first decision or token that is another.
+    """
+    config, start = read_start(path)
+    load_plugins(config.model.plugins)
+    features: list[Any] = []
+    if device or start.limits["features"]:
+        from jserve.model.features import registered  # imports jax
+
+        features = list(registered())
+    kv_names = {f.name: f.kv_name for f in features if f.kv_name is not None}
+    limits = limits_of(start, {f.name: f.check for f in features}, kv_names)
+    if not device:
+        done = replayed(path, limits, config)
+        return f"{done.n_events} events, {done.n_steps} steps: every decision as recorded\n"
+    with start_progress(console) as progress:
+        made, info = engine(_again(config, limits.n_pages), progress)
+    try:
+        runner: Any = made.runner
+        _check_same(limits, runner.limits, start.weights, info["weights"])
+        masks = guides_of(config, limits.vocab_size)
+        done = replayed(path, limits, config, runner=runner, masks=masks)
+        if masks is not None:
+            masks.close()
+    finally:
+        close(made)
+    end = f"; computed up to {done.until}" if done.until else ""
+    return (
+        f"{done.n_events} events, {done.n_steps} steps, {done.n_tokens} tokens computed again:"
+        f" every one as recorded{end}\n"
+    )
+
+
+def _again(config: EngineConfig, n_pages: int) -> EngineConfig:
+    """The options of an engine as large as the recorded one, which writes no journal."""
+    scheduler = dataclasses.replace(config.scheduler, journal="", step_times="")
+    cache = dataclasses.replace(config.cache, n_pages=n_pages, disk_dir="", kv_events="")
+    return dataclasses.replace(config, scheduler=scheduler, cache=cache)
+
+
+def _check_same(recorded: Any, made: Any, weights: str, loaded: str) -> None:
+    """Raises ConfigError where plans of one engine are none of the other."""
+    if weights and loaded != weights:
+        raise ConfigError("model: its weights are others than those of the journal", field="model")
+    measured = ("step_times", "page_move_s", "features", "kv_names")
+    for name in (f.name for f in dataclasses.fields(recorded) if f.name not in measured):
+        then, now = getattr(recorded, name), getattr(made, name)
+        if then != now:
+            raise ConfigError(f"{name}: {then} in the journal, {now} here", field=name)
