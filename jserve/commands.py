@@ -314,7 +314,15 @@ def kubernetes(config: EngineConfig, pods: dict[str, Any]) -> str:
 
     from jserve.fleet.kubernetes import Pods, objects
 
-    return yaml.safe_dump_all(objects(config, Pods(**pods)), sort_keys=False)
+    class Dumper(yaml.SafeDumper):
+        """Writes text of several lines as lines."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump_all(objects(config, Pods(**pods)), Dumper=Dumper, sort_keys=False)
 
 
 ROOFLINE_MODEL = "llama-3.1-8b"

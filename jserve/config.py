@@ -507,7 +507,7 @@ class FleetOptions:
     )
     ray_application: str = opt(
         "",
-        "name of a Serve application whose replicas are used, as jserve kubernetes deploys it; empty deploys one",
+        "Serve application whose replicas are used, as of jserve kubernetes; empty deploys one",
     )
     router: str = opt(
         "seconds",
