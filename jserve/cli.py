@@ -380,10 +380,10 @@ def kubernetes(
     gpus: Annotated[int, typer.Option(help="GPUs of a replica's pod; 0 on CPUs", min=0)] = 0,
 ) -> None:
     """Print the file for KubeRay that serves a model by replicas."""
-    from jserve import commands
+    from jserve.fleet.kubernetes import Pods, as_yaml
 
-    pods = {"image": image, "name": name, "cpus": cpus, "memory": memory, "gpus": gpus}
-    typer.echo(commands.kubernetes(config, pods), nl=False)
+    pods = Pods(image=image, name=name, cpus=cpus, memory=memory, gpus=gpus)
+    typer.echo(as_yaml(config, pods), nl=False)
 
 
 @app.command(cls=OptionsCommand)

@@ -304,27 +304,6 @@ def verify(config: EngineConfig, wish: dict[str, Any], as_json: bool, console: A
     return f"{done.n_requests} requests, {done.n_steps} steps: every decision as recorded\n"
 
 
-def kubernetes(config: EngineConfig, pods: dict[str, Any]) -> str:
-    """The objects for KubeRay, as YAML.
-
-    Raises:
-        ConfigError: as ``fleet.kubernetes.objects``.
-    """
-    import yaml
-
-    from jserve.fleet.kubernetes import Pods, objects
-
-    class Dumper(yaml.SafeDumper):
-        """Writes text of several lines as lines."""
-
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-        style = "|" if "\n" in value else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Dumper.add_representer(str, text)
-    return yaml.dump_all(objects(config, Pods(**pods)), Dumper=Dumper, sort_keys=False)
-
-
 ROOFLINE_MODEL = "llama-3.1-8b"
 """The model that is simulated when none is named."""
 

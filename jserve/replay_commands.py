@@ -25,7 +25,7 @@ def replay(path: Path, *, device: bool, console: Any) -> str:
     config, start = read_start(path)
     load_plugins(config.model.plugins)
     features: list[Any] = []
-    if device or start.limits["features"]:
+    if device or start.limits.get("features"):
         from jserve.model.features import registered  # imports jax
 
         features = list(registered())
@@ -55,7 +55,10 @@ def replay(path: Path, *, device: bool, console: Any) -> str:
 def _again(config: EngineConfig, n_pages: int) -> EngineConfig:
     """The options of an engine as large as the recorded one, which writes no journal."""
     scheduler = dataclasses.replace(config.scheduler, journal="", step_times="")
-    cache = dataclasses.replace(config.cache, n_pages=n_pages, disk_dir="", kv_events="")
+    away = dict.fromkeys(
+        ("disk_dir", "kv_transfer_address", "kv_events", "kv_events_replay", "kv_events_topic"), ""
+    )
+    cache = dataclasses.replace(config.cache, n_pages=n_pages, **away)
     return dataclasses.replace(config, scheduler=scheduler, cache=cache)
 
 

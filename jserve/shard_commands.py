@@ -184,7 +184,8 @@ def _figures(run: Live) -> dict[str, Any]:
 
 
 def _rank_correlation(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Spearman's, of the priced step of eight sequences and the one that was measured here; None: there are no two."""
+    """Spearman's, of the priced step of eight sequences and the one that was measured here; None: there is no
+    order."""
     pairs = [
         (row["steps"][DECODE]["step_ms"], row["live"]["step_ms"])
         for row in rows
@@ -192,8 +193,15 @@ def _rank_correlation(rows: Sequence[dict[str, Any]]) -> float | None:
     ]
     if len(pairs) < 2:
         return None
-    priced, measured = (np.argsort(np.argsort(column)) for column in zip(*pairs, strict=True))
+    priced, measured = (_ranks(np.array(column)) for column in zip(*pairs, strict=True))
+    if not (priced.std() and measured.std()):
+        return None
     return round(float(np.corrcoef(priced, measured)[0, 1]), 3)
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Equal values share the mean of their ranks."""
+    return np.array([(values < x).sum() + ((values == x).sum() - 1) / 2 for x in values])
 
 
 def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:

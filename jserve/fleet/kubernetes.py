@@ -14,12 +14,13 @@ from typing import Any
 
 from jserve.config import EngineConfig, ServerOptions
 from jserve.errors import ConfigError
-from jserve.fleet.roles import parse_roles
+from jserve.fleet.start import check
 
 APPLICATION = "jserve"
 RAY_VERSION = "2.60.0"
 """KubeRay chooses its health checks by it."""
 PORT, AGENT_PORT = 8000, 52365
+SAID = ("ray_address", "ray_application", "host", "port")
 SECRET = ("api_key", "kv_transfer_key")
 SHARED = {"ray": "/tmp/ray", "shm": "/dev/shm"}
 """Shared with the Ray beside a process: its address and its object store."""
@@ -43,25 +44,38 @@ class Pods:
     gpus: int = 0
 
 
+def as_yaml(config: EngineConfig, pods: Pods) -> str:
+    """Raises ConfigError, as ``objects``, which it writes."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Writes text of several lines as lines."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump_all(objects(config, pods), Dumper=Dumper, sort_keys=False)
+
+
 def objects(config: EngineConfig, pods: Pods) -> list[dict[str, Any]]:
     """The objects, in the order in which they are applied.
 
     Raises:
         ConfigError: there are no replicas, or an option that a file should not hold or a cluster has otherwise.
     """
-    fleet = config.fleet
-    if not fleet.replicas:
+    if not config.fleet.replicas:
         raise ConfigError("replicas: at least 1, each has a pod", field="replicas")
-    for name in ("ray_address", "ray_application"):
-        if getattr(fleet, name):
+    given = _given(config)
+    for name in SAID:
+        if name in given:
             raise ConfigError(f"{name} is for this file to say", field=name)
-    if parse_roles(fleet.roles, fleet.replicas):
-        raise ConfigError("roles need replicas that a server deploys itself", field="roles")
-    given = config.flat()
     for name in SECRET:
-        if given[name]:
+        if name in given:
             why = f"{name} would stand in the file: give it to the pods as {_variable(name)} from a Secret"
             raise ConfigError(why, field=name)
+    check(_joined(config))
     labels = {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/component": "front"}
     return [_ray_service(config, pods, labels), _service(pods, labels)]
 
@@ -118,11 +132,14 @@ def _given(config: EngineConfig) -> dict[str, Any]:
     return {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
 
 
-def _front(config: EngineConfig, pods: Pods) -> dict[str, Any]:
+def _joined(config: EngineConfig) -> EngineConfig:
+    """The options of the front."""
     at = {"ray_address": "auto", "ray_application": APPLICATION}
-    fleet = dataclasses.replace(config.fleet, **at)
-    given = _given(dataclasses.replace(config, fleet=fleet))
-    given |= {"host": "0.0.0.0", "port": PORT}
+    return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, **at))
+
+
+def _front(config: EngineConfig, pods: Pods) -> dict[str, Any]:
+    given = _given(_joined(config)) | {"host": "0.0.0.0", "port": PORT}
     health = {"httpGet": {"path": "/health", "port": PORT}}
     return {
         "name": "front",

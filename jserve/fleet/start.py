@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jserve.config import EngineConfig, FleetOptions
+from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.roles import parse_roles
@@ -22,9 +22,7 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
     """
     from jserve.fleet.on_ray import RayReplicas
 
-    _check_numbers(config.fleet)
-    if config.cache.kv_events:
-        raise ConfigError("kv_events: is of one engine; there are replicas", field="kv_events")
+    check(config)
     roles = parse_roles(config.fleet.roles, config.fleet.replicas)
     if roles:
         config = with_shared_pages(config)
@@ -40,7 +38,11 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
     )
 
 
-def _check_numbers(options: FleetOptions) -> None:
+def check(config: EngineConfig) -> None:
+    """Raises ConfigError for options that replicas, or they together, cannot honour."""
+    options = config.fleet
+    if config.cache.kv_events:
+        raise ConfigError("kv_events: is of one engine; there are replicas", field="kv_events")
     if options.max_replicas and options.max_replicas < options.replicas:
         raise ConfigError("max_replicas must not be below replicas", field="max_replicas")
     if options.ray_application and not options.ray_address:

@@ -462,10 +462,14 @@ INLINE i64 weight_bytes(int kind) { return kind == BF16 ? 2 : 1; }
  * the second-level cache, since the first would lose them again. */
 enum { AHEAD_BYTES = 16 << 10, LONGEST_LINEAR = 2048 };
 #define NEXT(i) _mm_prefetch(next + 64 * i, _MM_HINT_T1);
-INLINE i64 bytes_ahead(i64 block) { return up_to(AHEAD_BYTES, max64(block, 1)); }
 /* The weight row to fetch: the n-th, or beyond the n1-th what the same thread reads next, since what it fetches of another
  * thread's is lost. */
 INLINE i64 row_ahead(const Product *p, i64 n, i64 n1) { return min64(n < n1 ? n : p->then + n - n1, p->N - 1); }
+/* The same, AHEAD_BYTES and more behind the n-th, as many times ``rows`` at once. */
+INLINE i64 next_rows(const Product *p, i64 n, i64 n1, i64 rows, i64 row_bytes) {
+  const i64 block = max64(rows * row_bytes, 1);
+  return row_ahead(p, n + up_to(AHEAD_BYTES, block) / block * rows, n1);
+}
 
 /* One row of x and one weight row. */
 T_BF16 INLINE __m512 row_sums(const bf16 *x, const bf16 *w, i64 K) {
@@ -494,9 +498,9 @@ T_BF16 static void bf16_linear(const Product *p, i64 n0, i64 n1, float *y) {
 /* One row of x, eight weight rows at once. Beyond the last row the pointers repeat it. */
 T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int kind) {
   const bf16 *x = p->packed;
-  const i64 K = p->K, ahead = bytes_ahead(8 * K * weight_bytes(kind)) / max64(K * weight_bytes(kind), 1);
+  const i64 K = p->K;
   for (i64 n = n0; n < n1; n += 8, y += 8) {
-    const char *near = weight_row(p, row_ahead(p, n + ahead, n1), kind);
+    const char *near = weight_row(p, next_rows(p, n, n1, 8, K * weight_bytes(kind)), kind);
 #define BEGIN(i)                                                                                                       \
   const char *w##i = weight_row(p, min64(n + i, n1 - 1), kind);                                                        \
   __m512 s##i = _mm512_setzero_ps();
@@ -531,10 +535,9 @@ T_BF16 INLINE void bf16_eight(const Product *p, i64 n0, i64 n1, float *y, int ki
 /* Four rows of x against four weight rows: sixteen sums. */
 T_BF16 INLINE void bf16_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int kind) {
   const i64 K = p->K, width = up_to(K, 32);
-  const i64 ahead = bytes_ahead(4 * K * weight_bytes(kind)) / max64(K * weight_bytes(kind), 1);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
-      const char *near = weight_row(p, row_ahead(p, n + ahead, n1), kind);
+      const char *near = weight_row(p, next_rows(p, n, n1, 4, K * weight_bytes(kind)), kind);
       const bf16 *x = (const bf16 *)p->packed + i * width;
       const char *w0 = weight_row(p, n, kind), *w1 = weight_row(p, min64(n + 1, n1 - 1), kind);
       const char *w2 = weight_row(p, min64(n + 2, n1 - 1), kind), *w3 = weight_row(p, min64(n + 3, n1 - 1), kind);
@@ -605,7 +608,8 @@ T_BF16 INLINE void put(const __m512 *s, Target t, i64 i, i64 rows, i64 n, i64 co
 }
 
 /* Lanes are rows of x: eight weight rows (twelve of 4 KiB would fall into one set of an 8-way cache) by pairs from memory,
- * against 32 rows of x with ``two``, or against 16 with two sums each. Eight weight rows two groups ahead are prefetched in the order of memory. */
+ * against 32 rows of x with ``two``, or against 16 with two sums each. Eight weight rows two
+ * groups ahead are fetched in the order of memory (row_ahead). */
 T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
   const i64 K = p->K, pairs = up_to(K, 2) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;

@@ -346,8 +346,9 @@ T_VNNI static void vnni_pack(const Product *p, i64 i0, i64 i1) {
 /* One row of x, eight weight rows at once, which are made unsigned by adding 128. */
 T_VNNI static void vnni_eight(const Product *p, i64 n0, i64 n1, float *y) {
   const int8_t *x = p->packed;
-  const i64 K = p->K, ahead = bytes_ahead(8 * K);
+  const i64 K = p->K;
   for (i64 n = n0; n < n1; n += 8, y += 8) {
+    const char *near = weight_row(p, next_rows(p, n, n1, 8, K), INT8);
 #define BEGIN(i)                                                                                                       \
   const char *w##i = weight_row(p, min64(n + i, n1 - 1), INT8);                                                        \
   __m512i s##i = _mm512_setzero_si512();
@@ -355,7 +356,7 @@ T_VNNI static void vnni_eight(const Product *p, i64 n0, i64 n1, float *y) {
     i64 k = 0;
     for (; k + 64 <= K; k += 64) {
       __m512i v = _mm512_loadu_si512(x + k);
-      const char *next = w0 + ahead + 8 * k;
+      const char *next = near + 8 * k;
       EIGHT(NEXT)
 #define STEP(i) s##i = dp8(s##i, plus_128(_mm512_loadu_si512(w##i + k)), v);
       EIGHT(STEP)
@@ -378,17 +379,17 @@ T_VNNI static void vnni_eight(const Product *p, i64 n0, i64 n1, float *y) {
 
 /* Four rows of x against four weight rows. */
 T_VNNI static void vnni_four_by_four(const Product *p, i64 n0, i64 n1, Target t) {
-  const i64 K = p->K, width = up_to(K, 64), ahead = bytes_ahead(4 * K);
+  const i64 K = p->K, width = up_to(K, 64);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
       const int8_t *x = (const int8_t *)p->packed + i * width;
-      const char *w[4];
+      const char *near = weight_row(p, next_rows(p, n, n1, 4, K), INT8), *w[4];
       for (int r = 0; r < 4; r++) w[r] = weight_row(p, min64(n + r, n1 - 1), INT8);
       __m512i z = _mm512_setzero_si512();
       __m512i a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
       __m512i c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
       for (i64 k = 0; k < K; k += 64) {
-        const char *next = w[0] + ahead + 4 * k;
+        const char *next = near + 4 * k;
         NEXT(0) NEXT(1) NEXT(2) NEXT(3)
         const __mmask64 there = first_bytes(K - k);
         __m512i v0 = plus_128(_mm512_maskz_loadu_epi8(there, w[0] + k));
@@ -604,15 +605,16 @@ T_BF16 INLINE __m512 block_sum(Numbers x) {
 
 T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wide, int zeros) {
   const bf16 *x = p->packed;
-  const i64 K = p->K, G = K / p->groups, half = K / 2, ahead = bytes_ahead(8 * half);
+  const i64 K = p->K, G = K / p->groups, half = K / 2;
   for (i64 n = n0; n < n1; n += 8, y += 8) {
+    const char *near = (const char *)p->q + next_rows(p, n, n1, 8, half) * half;
 #define BEGIN(i)                                                                                                       \
   const i64 row##i = min64(n + i, n1 - 1);                                                                              \
   const uint8_t *w##i = p->q + row##i * half;                                                                            \
   __m512 s##i = _mm512_setzero_ps();
     EIGHT(BEGIN)
     for (i64 k = 0; k < K; k += INT4_BLOCK) {
-      const char *next = (const char *)w0 + ahead + 4 * k;
+      const char *next = near + 4 * k;
       EIGHT(NEXT)
       const Groups g = groups_at(p, k, G, wide);
       const Numbers v = block_of(x + k);
@@ -633,15 +635,16 @@ T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wi
 }
 
 T_BF16 INLINE void int4_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int wide, int zeros) {
-  const i64 K = p->K, G = K / p->groups, half = K / 2, width = up_to(K, INT4_BLOCK), ahead = bytes_ahead(4 * half);
+  const i64 K = p->K, G = K / p->groups, half = K / 2, width = up_to(K, INT4_BLOCK);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
       const bf16 *x = (const bf16 *)p->packed + i * width;
+      const char *near = (const char *)p->q + next_rows(p, n, n1, 4, half) * half;
       const __m512 z = _mm512_setzero_ps();
       __m512 a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
       __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
       for (i64 k = 0; k < K; k += INT4_BLOCK) {
-        const char *next = (const char *)p->q + n * half + ahead + 2 * k;
+        const char *next = near + 2 * k;
         NEXT(0) NEXT(1) NEXT(2) NEXT(3)
         const Groups g = groups_at(p, k, G, wide);
         __m512 sum0 = z, sum1 = z, sum2 = z, sum3 = z;

@@ -52,6 +52,7 @@ from jserve.runner.weights import WeightUpdate, delete_leaves, own_copy, to_devi
 from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
+from jserve.weights.adapters import AdapterDelta
 from jserve.weights.place import tp_size
 from jserve.weights.source import resolve
 from jserve.working import working_on
@@ -259,7 +260,8 @@ class ModelRunner:
             raise WeightsError(f"params: a partial update: {why}", field="params")
         whole = isinstance(source, str | Path) and not partial
         stamp = resolve(str(source)).stamp if whole else ""  # of before they are read
-        own = own_copy(self.params, read=partial) if self._shared else self.params
+        reads = partial or isinstance(source, AdapterDelta)
+        own = own_copy(self.params, read=reads) if self._shared else self.params
         self.params, self._shared = self._overwrite(own, source, some=partial), {}
         if self._experts is not None:
             self.state = replace(self.state, experts=self._experts.initial())

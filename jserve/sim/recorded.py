@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from jserve.errors import ConfigError
 from jserve.ports import RunnerLimits
@@ -43,27 +40,6 @@ def is_journal(path: Path) -> bool:
             return file.read(8) == b'{"type":'
     except OSError:
         return False
-
-
-def events(path: Path) -> Iterator[Event]:
-    """The events of a journal; a last line that was cut off is left out.
-
-    Raises:
-        ConfigError: the file cannot be read or a line is no event.
-    """
-    decoder = msgspec.json.Decoder(Event)
-    for number, line in enumerate(_whole_lines(path), 1):
-        try:
-            yield decoder.decode(line)
-        except msgspec.DecodeError as e:
-            raise ConfigError(f"journal {path} line {number}: {e}", field="trace") from None
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().split(b"\n")[:-1]
-    except OSError as e:
-        raise ConfigError(f"journal {path}: {e.strerror}", field="trace") from None
 
 
 @dataclass(slots=True)
@@ -96,7 +72,7 @@ def convert(path: Path) -> list[TraceItem]:
 def _logged_requests(path: Path) -> list[_LoggedRequest]:
     logged: dict[str, _LoggedRequest] = {}
     rows: dict[int, Decision] = {}
-    for event in events(path):
+    for event in journal.read_events(path, field="trace"):
         if isinstance(event, Arrival):
             request = event.request
             if request.id in logged:
@@ -272,7 +248,10 @@ def verify(path: Path, setup: Setup, limits: RunnerLimits) -> Verified:
         ConfigError: see ``convert``; or the run had a fault, which the simulator does not repeat.
     """
     trace = {item.id: item for item in convert(path)}
-    tape = _Tape([e for e in events(path) if not isinstance(e, journal.Started)], path)
+    tape = _Tape(
+        [e for e in journal.read_events(path, field="trace") if not isinstance(e, journal.Started)],
+        path,
+    )
     setup = dataclasses.replace(setup, journal=tape)
     claims = {e.step: e.device_us for e in tape.events if isinstance(e, Committed)}
     clients = Clients((), setup)

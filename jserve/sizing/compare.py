@@ -89,6 +89,8 @@ class ShardedCosts:
     link_s: float
     """Of a step of no tokens: collectives cost something however little they carry."""
     link_token_s: float
+    turns: int = 1
+    """Devices that work one after the other, since they share a machine."""
 
     def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
         rows, tokens = n_decode + (n_prefill > 0), n_decode + n_prefill
@@ -103,7 +105,7 @@ class ShardedCosts:
             flops=(work.flops - attention) * self.share + attention,
         )
         links = self.link_s + self.link_token_s * tokens
-        return self.line.limit(shared) / chip.reached + links + chip.step_s
+        return self.turns * (self.line.limit(shared) / chip.reached + links) + chip.step_s
 
 
 def simulation(
@@ -143,6 +145,7 @@ def simulation(
         share=explained.device_bytes * line.tp / whole,
         link_s=links[FEW] - slope * tokens[FEW],
         link_token_s=slope,
+        turns=_turns(sizes, chip),
     )
     config = config.on("cuda")
     groups = line.groups(config.cache)
@@ -185,7 +188,7 @@ def _chip(device: str) -> Chip:
 def _steps(explained: Explained, chip: Chip) -> list[StepPrice]:
     numbers = sum(w.device_bytes / jnp.dtype(w.dtype).itemsize for w in explained.weights)
     sizes, found = dict(explained.sharding.mesh), []
-    n = math.prod(k for axis, k in sizes.items() if axis != "dp") if chip.shared else 1
+    n = _turns(sizes, chip)
     for program in explained.programs:
         if program.collectives is None:
             return []
@@ -204,6 +207,11 @@ def _steps(explained: Explained, chip: Chip) -> list[StepPrice]:
             )
         )
     return found
+
+
+def _turns(sizes: Mapping[str, int], chip: Chip) -> int:
+    """Devices of a group that share a machine; 1: each is its own."""
+    return math.prod(k for axis, k in sizes.items() if axis != "dp") if chip.shared else 1
 
 
 def _link_s(collective: Collective, sizes: Mapping[str, int], chip: Chip) -> float:

@@ -54,9 +54,9 @@ def test_the_front_reads_the_options_from_its_variables() -> None:
 
 
 def test_replicas_get_the_options_without_those_of_the_server() -> None:
-    ray_service, _ = found(config(port=9999), gpus=2)
+    ray_service, _ = found(config(max_waiting=99, log_level="debug"), gpus=2)
     [application] = yaml.safe_load(ray_service["spec"]["serveConfigV2"])["applications"]
-    assert EngineConfig.of(**application["args"]) == config()
+    assert EngineConfig.of(**application["args"]) == config(max_waiting=99)
     [engine] = application["deployments"]
     assert engine["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 2}
 
@@ -103,6 +103,9 @@ def test_workers_are_ready_without_proxies_of_serve() -> None:
         ("roles", "prefill=1,decode=1"),
         ("api_key", ("k",)),
         ("kv_transfer_key", "k"),
+        ("port", 9999),
+        ("max_replicas", 1),
+        ("kv_events", "tcp://127.0.0.1:1"),
     ],
 )
 def test_what_the_file_cannot_say_is_refused(field: str, value: Any) -> None:

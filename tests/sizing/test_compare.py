@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +13,7 @@ from typer.testing import CliRunner
 from jserve.cli import app
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.shard_commands import _rank_correlation
 from jserve.sim.roofline import CHIPS
 from jserve.sizing.compare import ShardedCosts, priced, simulation
 from jserve.sizing.models import find
@@ -75,6 +79,44 @@ def test_the_command_simulates_a_load_over_the_prices() -> None:
     one, two = (row["simulated"] for row in json.loads(done.stdout)["specs"])
     assert 0 < two["ttft_p99_ms"] < one["ttft_p99_ms"]
     assert two["output_tok_s"] > one["output_tok_s"]
+
+
+def test_devices_that_share_a_machine_work_one_after_the_other() -> None:
+    one, four = (priced(MINI, f"tp={n}", "cpu").steps[0] for n in (1, 4))
+    chip = CHIPS["cpu"]
+    assert four.step_ms > one.step_ms
+    assert four.step_ms - four.collective_ms == pytest.approx(one.step_ms, rel=0.1)
+    alone = four.collectives * chip.link_s * 1e3
+    assert four.collective_ms > 4 * alone
+    config = EngineConfig.of(n_pages=64)
+    for n, step in ((1, one), (4, four)):
+        costs = simulation(MINI, f"tp={n}", "cpu", config).device.costs
+        assert costs.seconds(8, 0, 1) * 1e3 == pytest.approx(step.step_ms, rel=0.1)
+
+
+def rows(*pairs: tuple[float, float]) -> list[dict[str, Any]]:
+    return [{"steps": [{"step_ms": a}], "live": {"step_ms": b}} for a, b in pairs]
+
+
+def test_the_rank_correlation_is_spearmans() -> None:
+    assert _rank_correlation(rows((1.0, 10.0), (2.0, 30.0), (9.0, 70.0))) == 1.0
+    assert _rank_correlation(rows((1.0, 3.0), (2.0, 2.0), (3.0, 1.0))) == -1.0
+    # scipy.stats.spearmanr([1, 2, 2, 4], [1, 3, 2, 4])
+    assert _rank_correlation(rows((1, 1), (2, 3), (2, 2), (4, 4))) == pytest.approx(0.949, abs=1e-3)
+    assert _rank_correlation(rows((1.0, 1.0))) is None
+    assert _rank_correlation(rows((1.0, 1.0), (1.0, 2.0))) is None
+    assert _rank_correlation([{"steps": [], "live": {"step_ms": 1.0}}] * 2) is None
+
+
+def test_the_plot_has_a_bar_for_each_sharding(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["--spec", "tp=1", "--spec", "tp=2", "--plot", str(tmp_path / "shard.svg")]
+    done = CliRunner().invoke(app, ["bench", "shard", MINI, *words])
+    assert done.exit_code == 0, done.output
+    drawn = (tmp_path / "shard.svg").read_text()
+    assert {"tp=1", "tp=2", "collectives"} <= {*re.findall(r">([^<>]+)</text>", drawn)}
+    refused = CliRunner().invoke(app, ["bench", "shard", MINI, *words[:-1], "shard.png"])
+    assert refused.exit_code == 2 or isinstance(refused.exception, ConfigError)
 
 
 def test_one_device_has_no_collectives() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jserve import LLM, SamplingParams
+from jserve import LLM, SamplingParams, faults
 from jserve.cli import app
 from jserve.sampling import StructuredOutputs
 from jserve.sched.record.journal import Array, Committed, Event
@@ -73,6 +74,42 @@ def test_every_token_is_the_same_and_one_that_is_not_is_named(
     failed = run(other, "--device")
     assert failed.exit_code == 1
     assert f"line {index + 1}: step {event.step}, request" in failed.stderr.replace("\n", " ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drafts", "device drafts", "failed step"])
+def test_drafts_and_failed_steps_are_computed_again(
+    tiny_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "run.journal"
+    method = {"drafts": "suffix", "device drafts": "ngram"}.get(kind)
+    options = SMALL_OPTIONS | ({"speculative": {"method": method}} if method else {})
+    failing = faults.armed("runner.collect", 12) if method is None else contextlib.nullcontext()
+    with LLM(str(tiny_dir), **options, journal=str(path)) as made, failing:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        outputs = made.generate(["fox " * 20, "lazy dog"], params, use_tqdm=False)
+    drawn = sum(len(choice.token_ids) for out in outputs for choice in out.outputs)
+    text = path.read_text()
+    rows = [row for line in text.splitlines() for row in _rows(json.loads(line))]
+    assert ('"type":"recover"' in text) == (method is None)
+    assert any(row[8] for row in rows) == (method is not None), "drafts"
+    done = run(path, "--device")
+    assert done.exit_code == 0, done.output
+    assert int(done.stdout.split(" tokens computed again")[0].split()[-1]) >= drawn == 120
+
+
+def _rows(event: dict[str, Any]) -> list[Any]:
+    return (event.get("decision") or {}).get("rows", [])
+
+
+def test_a_damaged_line_is_named(journal: Path, tmp_path: Path) -> None:
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[5] = b"nonsense\n"
+    other = tmp_path / "other.journal"
+    other.write_bytes(b"".join(lines))
+    failed = run(other)
+    assert failed.exit_code == 2
+    assert "line 6" in failed.stderr.replace("\n", " ")
 
 
 def test_another_decision_is_named(journal: Path, tmp_path: Path) -> None:

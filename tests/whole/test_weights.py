@@ -19,6 +19,7 @@ from jserve import LLM, SamplingParams
 from jserve.errors import WeightsError
 from jserve.model.families import family_for
 from jserve.model.shard import ParamSpec, is_spec
+from jserve.weights.adapters import AdapterDelta
 from jserve.weights.layout import split
 from jserve.weights.place import named
 
@@ -182,6 +183,27 @@ def test_other_weights_leave_those_that_were_shared_alone(even: LLM, tiny_dir: P
     assert tokens(even) == partly != with_eight
     for array, leaf in zip(before, jax.tree.leaves(shared), strict=True):
         assert np.array_equal(array, np.asarray(leaf))
+
+
+def test_an_adapter_is_added_to_shared_weights_in_a_copy(even: LLM, tiny_dir: Path) -> None:
+    params = drawn(tiny_dir, 8)
+    rows, columns = params["layers"][0]["down"].shape
+    rng = np.random.default_rng(5)
+    factors = (
+        rng.standard_normal((3, columns), np.float32),
+        rng.standard_normal((rows, 3), np.float32),
+    )
+    delta = AdapterDelta({"model.layers.0.mlp.down_proj.weight": factors}, 0.1)
+    even.update_weights(params)
+    even.update_weights(delta)
+    wanted = tokens(even)
+    shared = placed(even, tiny_dir, 8)
+    even.update_weights(shared, alias=True)
+    before = tokens(even)
+    even.update_weights(delta)
+    assert tokens(even) == wanted != before
+    even.update_weights(shared, alias=True)
+    assert tokens(even) == before
 
 
 def test_what_would_have_to_be_copied_is_not_shared(even: LLM, tiny_dir: Path) -> None:

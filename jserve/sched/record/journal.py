@@ -26,12 +26,14 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 
+from jserve.errors import ConfigError
 from jserve.ports import Verdict
 from jserve.types import PromptLogprobs, Request, RowPlan, StepPlan, StepResult
 
@@ -266,6 +268,30 @@ Handled = Created | Renewed | Dropped
 Disk = Stored | Fetched
 Ended = Expired | Recovered | Reweighed
 Event = Started | Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Ended
+
+
+def read_events(path: Path, *, field: str = "journal") -> Iterator[Event]:
+    """The events of a file in their order; a last line that was cut off (the process died) is left out.
+
+    Args:
+        field: the option that named the file.
+
+    Raises:
+        ConfigError: the file cannot be read or a line is no event.
+    """
+    decoder = msgspec.json.Decoder(Event)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"journal {path}: {error.strerror}", field=field) from None
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"journal {path} line {number}: {error}", field=field) from None
 
 
 class JournalFile:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-import msgspec
 
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
@@ -36,6 +34,7 @@ from jserve.sched.record.journal import (
     Reweighed,
     Started,
     Stored,
+    read_events,
 )
 from jserve.sched.scheduler import Scheduler
 from jserve.speculation.policy.controller import SpeculationController
@@ -99,7 +98,7 @@ def replay(
     plans: dict[int, StepPlan] = {}
     outputs: list[Output] = []
     n_events = 0
-    for event in _events(Path(path)):
+    for event in read_events(Path(path)):
         n_events += 1
         if isinstance(event, Guided | Started):
             continue
@@ -212,7 +211,7 @@ class _RecordedGuides:
         self.waited = False
         """True where planning waited for drafts."""
         self.said: dict[tuple[str, int], deque[Verdict]] = defaultdict(deque)
-        for event in _events(path):
+        for event in read_events(path):
             if isinstance(event, Guided):
                 self.said[event.id, event.index].append(event.verdict())
         self._n_choices: dict[str, int] = {}
@@ -231,13 +230,13 @@ class _RecordedGuides:
     def _masking(self, request: Request, most: int) -> Guide | None:
         if self._masks is None:
             return None
-        compiled = self._masks.compile(request)
-        if compiled is not None:
-            with contextlib.suppress(
-                JserveError
-            ):  # so it was then, and the record says what came of it
+        try:
+            compiled = self._masks.compile(request)
+            if compiled is not None:
                 compiled.result()
-        return self._masks.guide(request, most)
+            return self._masks.guide(request, most)
+        except JserveError:  # so it was then, and the record says what came of it
+            return None
 
     def start_masks(self) -> None:
         if self._masks is not None:
@@ -334,11 +333,3 @@ def _ask(scheduler: Scheduler, event: Event) -> None:
 def _compare(line: int, recorded: Decision | None, made: Decision | None) -> None:
     if recorded != made:
         raise Diverged(f"line {line}: the journal has {recorded}, the replay {made}")
-
-
-def _events(path: Path) -> Iterator[Event]:
-    decoder = msgspec.json.Decoder(Event)
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield decoder.decode(line)

@@ -46,7 +46,7 @@ def read_start(path: Path) -> tuple[EngineConfig, Started]:
     except OSError as error:
         raise ConfigError(f"journal {path}: {error.strerror}", field="journal") from None
     except (msgspec.DecodeError, ConfigError) as error:
-        why = f"it does not begin with what an engine of this version was made of: {error}"
+        why = f"its first line is no start event of this version: {error}"
         raise ConfigError(f"journal {path}: {why}", field="journal") from None
 
 

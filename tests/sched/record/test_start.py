@@ -75,7 +75,7 @@ def test_a_file_that_says_no_start_is_refused(tmp_path: Path, text: str) -> None
     with pytest.raises(ConfigError, match="No such file"):
         read_start(path)
     path.write_text(text)
-    with pytest.raises(ConfigError, match="does not begin with") as caught:
+    with pytest.raises(ConfigError, match="no start event") as caught:
         read_start(path)
     assert caught.value.field == "journal"
 
