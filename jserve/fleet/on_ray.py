@@ -376,7 +376,7 @@ class RayReplicas:
             app = serve.status().applications.get(self._app)
         except RayServeException:  # Serve has not begun
             app = None
-        return "" if app is None else app.status
+        return "" if app is None else app.status.value
 
     def _reason(self) -> str:
         """The engine's own words, which Serve has at the end of a traceback; empty: it has none."""
