@@ -284,7 +284,13 @@ class ModelRunner:
         return f"params.{gone[0]}: who shares it has deleted it (alias)" if gone else ""
 
     def sleep(self, parts: Sequence[str]) -> None:
-        """Give device memory back: ``kv`` is lost, ``weights`` go to host memory. No step is in flight."""
+        """Give device memory back: ``kv`` is lost, ``weights`` go to host memory. No step is in flight.
+
+        Raises:
+            WeightsError: shared weights were deleted.
+        """
+        if "weights" in parts and (why := self.weights_fault()):
+            raise WeightsError(why, field="params")
         if "kv" in parts:
             self._drop_state()
         if "weights" in parts:

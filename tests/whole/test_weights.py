@@ -161,6 +161,8 @@ def test_shared_arrays_are_the_weights_and_their_loss_ends_requests_not_the_engi
             even.generate(PROMPTS[0], GREEDY)
     with pytest.raises(WeightsError, match="deleted"):
         even.update_weights({"embed": embed}, partial=True)
+    with pytest.raises(WeightsError, match="deleted"):
+        even.sleep()
     assert runner.programs.late_compiles == compiled
     even.update_weights(drawn(tiny_dir, 6))
     assert tokens(even) == copied
