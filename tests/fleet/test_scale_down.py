@@ -11,7 +11,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError, EngineDead
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.face import FleetEngine
-from jserve.fleet.start import _check_numbers
+from jserve.fleet.start import check
 from tests.fleet.fakes import ThreadSource
 from tests.fleet.test_face import answers, begun, requests, undisturbed, until
 
@@ -188,5 +188,5 @@ async def test_the_load_of_a_replica_is_what_its_requests_cost():
 )
 def test_numbers_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError) as caught:
-        _check_numbers(EngineConfig.of(**options).fleet)
+        check(EngineConfig.of(**options))
     assert caught.value.field == "max_replicas"

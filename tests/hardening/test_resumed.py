@@ -99,7 +99,7 @@ async def test_a_resumed_request_that_had_said_nothing_is_not_marked():
 async def test_a_deadline_that_passes_meanwhile_ends_it():
     async with world(face={"backoff_s": 0.3}) as made:
         die_after(made, 2)
-        body = {"prompt": "Hello", "max_tokens": 400, "deadline_ms": 200}
+        body = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "deadline_ms": 200}
         status, answer, _ = await made.srv.post(COMP, body)
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
 
@@ -107,7 +107,8 @@ async def test_a_deadline_that_passes_meanwhile_ends_it():
 async def test_with_no_restart_left_requests_end_in_error():
     async with world(face={"max_restarts": 0}) as made:
         die_after(made, 3)
-        status, body, _ = await asyncio.wait_for(made.srv.post(COMP, {"prompt": "Hello"}), 5.0)
+        asked = {"prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
+        status, body, _ = await asyncio.wait_for(made.srv.post(COMP, asked), 5.0)
         assert (status, body["error"]["code"]) == (503, "engine_dead")
 
 
