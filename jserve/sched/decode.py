@@ -11,8 +11,7 @@ from itertools import islice
 from jserve.ports import RunnerLimits
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.resources import Resources
-from jserve.speculation.policy.controller import SpeculationController
-from jserve.speculation.policy.row_drafts import RowDrafts, StepLoad
+from jserve.speculation.policy.controller import RowDrafts, SpeculationController, StepLoad
 from jserve.types import Sequence
 
 

@@ -25,7 +25,7 @@ def take_fetches(scheduler: Scheduler) -> list[PageFetch]:
     """The reads to start, each given once."""
     tier = scheduler.resources.cache.tier
     fetches = [] if tier is None else tier.take_fetches()
-    scheduler.speculation.reads_started(fetches)
+    scheduler.speculation.backfill.read(fetches)
     return fetches
 
 

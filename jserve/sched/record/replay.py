@@ -37,8 +37,7 @@ from jserve.sched.record.journal import (
     read_events,
 )
 from jserve.sched.scheduler import Scheduler
-from jserve.speculation.policy.controller import SpeculationController
-from jserve.speculation.policy.row_drafts import RowDrafts, StepLoad
+from jserve.speculation.policy.controller import RowDrafts, SpeculationController, StepLoad
 from jserve.types import Output, Request, Sequence, StepPlan, StepResult
 
 

@@ -1,26 +1,25 @@
-"""Estimates acceptance by decayed counts of a request, of its lane and of all requests.
+"""Estimates acceptance by decayed counts of a request and of all requests.
 
 A *round* is one proposal of n drafts of which the first a were accepted; it tries ``min(a + 1, n)`` drafts, each
 given that those before it were accepted::
 
     drafts   d1 d2 d3 d4 d5       accepted: 2        tried: d1 d2 (accepted), d3 (rejected); d4 d5 say nothing
 
-A request's own rate is pulled towards that of its lane while little is known of it, and that towards the rate of
-all requests. Old rounds fade, so a text that changes is noticed.
+A request's own rate is pulled towards that of all requests while little is known of it. Old rounds fade, so a text
+that changes is noticed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from jserve.types import Lane
-
-FADE_REQUEST, FADE_LANE = 0.95, 0.99
-"""Per draft tried, or per round for offers."""
+KEEP_REQUEST, KEEP_ALL = 0.95, 0.99
+"""What stays of a count, per draft tried, or per round for offers."""
 PULL = 2.0
-"""Tries of its own after which a request's rate counts as much as its lane's. Few, since texts differ: a request
+"""Tries of its own after which a request's rate counts as much as that of all. Few, since texts differ: a request
 whose drafts were rejected for two rounds is rarely one where most are accepted."""
-_GUESS, _GUESS_WEIGHT = 0.5, 4.0
+_GUESS_WEIGHT = 4.0
 
 
 class Odds(NamedTuple):
@@ -37,88 +36,72 @@ class Odds(NamedTuple):
         return self.offers * (n if a >= 1.0 else a * (1.0 - a**n) / (1.0 - a))
 
 
-NEVER, SURE = Odds(0.0, 0.0), Odds(1.0, 1.0)
-
-
-class DecayedRate:
-    """A decayed share: ``good`` of ``tried``."""
-
-    __slots__ = ("good", "tried")
-
-    def __init__(self) -> None:
-        self.good = self.tried = 0.0
-
-    def add(self, good: float, tried: float, keep: float) -> None:
-        self.good, self.tried = self.good * keep + good, self.tried * keep + tried
-
-    def towards(self, prior: float, weight: float) -> float:
-        """The share, pulled to ``prior`` as if that had been tried ``weight`` times."""
-        return (self.good + weight * prior) / (self.tried + weight)
+NEVER, SURE, GUESS = Odds(0.0, 0.0), Odds(1.0, 1.0), Odds(0.5, 0.5)
 
 
 class Acceptance:
-    """Rounds of one request, one lane or all."""
+    """Decayed counts of rounds, over all requests."""
 
-    __slots__ = ("drafts", "rounds")
+    __slots__ = ("accepted", "offered", "rounds", "tried")
 
     def __init__(self) -> None:
-        self.drafts, self.rounds = DecayedRate(), DecayedRate()
+        self.accepted = self.tried = self.offered = self.rounds = 0.0
 
-    def add(self, n_drafts: int, n_accepted: int, fade: float) -> None:
+    def add(self, n_drafts: int, n_accepted: int, keep: float = KEEP_ALL) -> None:
         """One round; ``n_drafts`` may be 0."""
-        self.rounds.add(n_drafts > 0, 1.0, fade)
         tried = min(n_accepted + 1, n_drafts)
-        if tried:
-            self.drafts.add(n_accepted, tried, fade**tried)
+        fade = keep**tried
+        self.accepted = self.accepted * fade + n_accepted
+        self.tried = self.tried * fade + tried
+        self.offered = self.offered * keep + (n_drafts > 0)
+        self.rounds = self.rounds * keep + 1.0
 
-    def towards(self, prior: Odds, weight: float) -> Odds:
+    def odds(self, prior: Odds = GUESS, weight: float = _GUESS_WEIGHT) -> Odds:
+        """Of the next round, pulled to ``prior`` as if that had been tried ``weight`` times."""
         return Odds(
-            self.drafts.towards(prior.accepts, weight), self.rounds.towards(prior.offers, weight)
+            (self.accepted + weight * prior.accepts) / (self.tried + weight),
+            (self.offered + weight * prior.offers) / (self.rounds + weight),
         )
 
 
-class LaneAcceptance:
-    """The measured acceptance of a proposer over all requests."""
+class SequenceAcceptance:
+    """What is known of one sequence.
 
-    def __init__(self) -> None:
-        self._all = Acceptance()
-        self._lanes = {lane: Acceptance() for lane in Lane}
-
-    def add(self, n_drafts: int, n_accepted: int, lane: Lane) -> None:
-        for counts in (self._all, self._lanes[lane]):
-            counts.add(n_drafts, n_accepted, FADE_LANE)
-
-    def odds(self, own: Acceptance, lane: Lane) -> Odds:
-        """Of a request with ``own`` rounds."""
-        overall = self._all.towards(Odds(_GUESS, _GUESS), _GUESS_WEIGHT)
-        return own.towards(self._lanes[lane].towards(overall, _GUESS_WEIGHT), PULL)
-
-
-class Shadow:
-    """Compares a proposal with the tokens that came, whether they were drafted or not.
-
-    Verification never changes a token, so the text without drafts tells exactly which drafts would have been
-    accepted: acceptance is measured without spending a step on it.
+    A proposal can be compared with the tokens that came, whether they were drafted or not: verification never changes
+    a token, so the text without drafts tells exactly which drafts would have been accepted. So acceptance is measured
+    without spending a step on it.
     """
 
-    __slots__ = ("expected", "n_accepted")
+    __slots__ = ("expected", "left", "n_right", "overall", "own")
 
-    def __init__(self) -> None:
-        self.expected: tuple[int, ...] | None = None
-        """None: no round is open."""
-        self.n_accepted = 0
+    def __init__(self, overall: Acceptance) -> None:
+        self.own, self.overall = Acceptance(), overall
+        self.left = 0
+        """Drafts that the device holds for it."""
+        self.expected: Seq[int] | None = None
+        """The proposal whose round is open; None: there is none."""
+        self.n_right = 0
+        """Tokens of it that came."""
 
-    def open(self, drafts: tuple[int, ...]) -> None:
-        self.expected, self.n_accepted = drafts, 0
+    def add(self, n_drafts: int, n_accepted: int) -> None:
+        """One round of this sequence, hence of all."""
+        self.own.add(n_drafts, n_accepted, KEEP_REQUEST)
+        self.overall.add(n_drafts, n_accepted)
 
-    def see(self, token: int) -> tuple[int, int] | None:
-        """The text goes on with ``token``; (drafts, accepted) when that ends the round."""
+    def odds(self) -> Odds:
+        """Of its next round."""
+        return self.own.odds(self.overall.odds(), PULL)
+
+    def expect(self, drafts: Seq[int]) -> None:
+        """``drafts`` are proposed: a round begins."""
+        self.expected, self.n_right = drafts, 0
+
+    def see(self, token: int) -> None:
+        """The text goes on with ``token``."""
         if self.expected is None:
-            return None
-        n = self.n_accepted
-        if n < len(self.expected) and self.expected[n] == token:
-            self.n_accepted += 1
-            return None
-        ended = (len(self.expected), n)
+            return
+        if self.n_right < len(self.expected) and self.expected[self.n_right] == token:
+            self.n_right += 1
+            return
+        self.add(len(self.expected), self.n_right)
         self.expected = None
-        return ended

@@ -8,53 +8,64 @@ Three kinds of drafts, one row each:
 * *forced*: a guide leaves one way; they are accepted for sure.
 * *host*: a proposer looks at the text. It needs the last token, so its sequence is planned when nothing of it is
   in flight; all rows wait for that, or none does. What drafts would have brought is seen in every text, drafted
-  or not (``policy.acceptance.Shadow``). Blind proposers (synthetic ones) know nothing of the text.
+  or not (``SequenceAcceptance``). Blind proposers (synthetic ones) know nothing of the text.
 * *device*: a drafter leaves ``StepPlan.n_draft`` drafts in the slots. Where it copies from the text (n-grams), a
   proposer of the host is its *shadow*: it finds the same a step later, so acceptance is known without drafts, and
   it drafts for rows under a guide.
 
-How many drafts a step makes, and whether rows wait for the host, says the k table (``policy.ktable``) for the
-acceptance that the rows' own rounds and their lanes' show. Above ``max_rows`` rows the device makes none. Where
-acceptance is not seen without drafts, probes try some now and then. What a drafter with KV of its own did not see
-meanwhile is backfilled (``policy.draft_kv_backfill``).
+How many drafts a step makes follows from measured times and acceptance (``policy.ktable``). Above ``max_rows`` rows the
+device makes none. What a drafter with KV of its own did not see is backfilled (``policy.draft_kv_backfill``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jserve.config import SpeculativeOptions
 from jserve.ports import Proposer, RunnerLimits
-from jserve.speculation.policy.acceptance import FADE_REQUEST, NEVER, SURE, LaneAcceptance, Odds
+from jserve.speculation.policy.acceptance import NEVER, SURE, Acceptance, Odds, SequenceAcceptance
 from jserve.speculation.policy.counters import SpeculationCounters
 from jserve.speculation.policy.draft_kv_backfill import DraftKVBackfill
-from jserve.speculation.policy.ktable import Hysteresis, KTable, widths
-from jserve.speculation.policy.row_drafts import (
-    DEVICE,
-    GRAMMAR,
-    RowDrafts,
-    SequenceAcceptance,
-    StepLoad,
-    may_hold,
-    room,
-)
+from jserve.speculation.policy.ktable import Hysteresis, best_k, widths
 from jserve.timing.host_gaps import HostGaps
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.timing.step_costs import MeasuredCosts
-from jserve.types import PageFetch, RowPlan, Sequence, StepPlan
+from jserve.types import RowPlan, Sequence, StepPlan
 
 if TYPE_CHECKING:
     from jserve.sched.plan_builder import PlanBuilder
 
+GRAMMAR, DEVICE = "grammar", "device"
 READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
-PER_TOKEN = 8
-"""Tokens of backfill that one token still to come pays for."""
-_KEEP = 0.95
-"""Of a decayed mean, per step or answer."""
+
+
+@dataclass(slots=True)
+class RowDrafts:
+    """The drafts that one row tries."""
+
+    ids: Seq[int] = ()
+    source: str = ""
+
+    def cut(self, most: int) -> RowDrafts:
+        """At most ``most`` of them."""
+        return self if most >= len(self.ids) else RowDrafts(self.ids[: max(0, most)], self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """The load of the planned step beside its decode rows."""
+
+    n_context: int
+    """Tokens of the longest context."""
+    behind: bool
+    """True when no step is in flight: the host's time is not hidden."""
+    entering: Seq[Sequence] = ()
+    """Sequences whose prompts the step may compute, in part or whole: they will decode soon."""
 
 
 class SpeculationController:
@@ -73,48 +84,34 @@ class SpeculationController:
         proposer: Proposer | None = None,
     ) -> None:
         self.limits, self.costs, self.proposer = limits, costs, proposer
-        self.most = limits.max_drafts
-        if limits.device_drafts:
-            self.most = min(self.most, limits.device_drafts)
+        self.device = limits.device_drafts > 0
+        """True when it is the device that drafts."""
+        self.most = min(limits.max_drafts, limits.device_drafts or limits.max_drafts)
         self.on = self.most > 0
         """False when no row will ever have drafts."""
         self.n_draft = 0
         """Drafts that the device shall leave at the end of the step being planned."""
-        self.tally, self.gaps, self.backfill = (
-            SpeculationCounters(),
-            HostGaps(),
-            DraftKVBackfill(limits),
-        )
-        self.acceptance = LaneAcceptance()
-        self._watches: dict[Sequence, SequenceAcceptance] = {}
+        self.tally, self.gaps = SpeculationCounters(), HostGaps()
+        self.backfill, self.acceptance = DraftKVBackfill(limits), Acceptance()
+        self._blind = proposer is None or proposer.blind
+        """True where only verified drafts show what is accepted."""
+        self._name = DEVICE if proposer is None else proposer.name
+        self._min_speed = options.min_speed
+        depths = limits.draft_depths
         # Of a tree all is verified or nothing.
-        ks = (0, self.most) if limits.draft_depths else [w - 1 for w in widths(self.most)]
-        self.table = KTable(ks, self._deep, self._seconds, options.min_speed)
-        self.hysteresis = Hysteresis(ks[1] if self.on and self._blind else 0)
-        self._length, self._n_context = 64.0, 0
-        """Mean tokens of an answer; the longest context of the step being planned."""
-        self._prefill = (0.0, 0.0)
-        """Decayed: the share of steps that carry prompts, and the prompt tokens of a step."""
+        self._ks = (0, self.most) if depths else [w - 1 for w in widths(self.most)]
+        self._depths = [max(depths[:n], default=0) if depths else n for n in range(self.most + 1)]
+        """Drafts -> most of them that can be accepted: of a tree, as many as it is deep."""
+        self.hysteresis = Hysteresis(self._ks[1] if self.on and self._blind else 0)
+        self._watches: dict[Sequence, SequenceAcceptance] = {}
+        self._length = 64.0
+        """Mean tokens of an answer, decayed."""
         self._sources: dict[int, dict[int, str]] = {}
         """Plan id -> row -> who made its drafts."""
         self._landed: dict[int, str] = {}
         """That of the plan being committed."""
         self._read_left = 0
         self._fixed: int | None = None
-
-    @property
-    def device(self) -> bool:
-        """True when it is the device that drafts."""
-        return self.limits.device_drafts > 0
-
-    @property
-    def _blind(self) -> bool:
-        """True where only verified drafts show what is accepted."""
-        return self.proposer is None or self.proposer.blind
-
-    @property
-    def _name(self) -> str:
-        return DEVICE if self.proposer is None else self.proposer.name
 
     def fix(self, k: int | None) -> None:
         """From now on up to ``k`` drafts in every step, for benchmarks; None: as many as pay."""
@@ -123,27 +120,23 @@ class SpeculationController:
     def waits(self, ready: Seq[Sequence], n_flights: int, load: StepLoad) -> bool:
         """True when no step should be planned before those in flight are back, because drafts of
         the host are worth more than the overlap."""
-        if not self.on or self.device or self._blind or not n_flights:
+        if self.device or self._blind or not n_flights:
             return False
-        if not any(self._is_read(seq) and seq.in_flight for seq in ready):
+        if not any(seq.request.speculative and seq.in_flight for seq in ready):
             return False
         if self._fixed is not None:
             return self._fixed > 0
-        self._n_context = load.n_context
-        return self._k([self._odds(seq) for seq in ready], (False, True)) > 0
+        return self._k(ready, [self._odds(seq) for seq in ready], load, waits=True) > 0
 
     def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[RowDrafts]:
         """Chooses the drafts that each row tries, before length and pages cut them; sets ``n_draft``."""
-        self.n_draft, self._n_context = 0, load.n_context
-        if not self.on:
-            return [RowDrafts()] * len(ready)
-        self.table.step()
         if self.device:
-            self.n_draft = self._narrowed(self._device_k(ready, load), ready, load)
-            return [self._held(seq).cut(self.n_draft) for seq in ready]
-        found = [self._drafts(seq) for seq in ready]
-        k = self._host_k(ready, found, load)
-        return [d.cut(k) for d in found]
+            k = self.n_draft = self._device_k(ready, load)
+            found = [self._held(seq) for seq in ready]
+        else:
+            found = [self._drafts(seq) for seq in ready]
+            k = self._host_k(ready, found, load)
+        return [drafts.cut(k) for drafts in found]
 
     def backfills(self, draft: PlanBuilder, running: Iterable[Sequence], cap: PrefillCap) -> None:
         """Add rows to ``draft`` that show the drafter what it lacks, if this step should."""
@@ -176,37 +169,8 @@ class SpeculationController:
         """``plan`` took ``device_s``; ``plain_s`` is predicted of one of as many tokens that drafts
         nothing."""
         gap_s = self.gaps.landed(plan.id, now, device_s)
-        n_prefill = sum([row.count for row in plan.rows if not row.from_slot and not row.backfill])
-        self.tally.step(device_s, gap_s, prefills=not plan.rows[-1].from_slot)
-        share, n = self._prefill
-        self._prefill = (_mean(share, n_prefill > 0), _mean(n, n_prefill) if n_prefill else n)
-        if plan.n_draft:
-            self.tally.drafted(max(0.0, device_s - plain_s))
-
-    def drawn(self, row: RowPlan, r: int, seq: Sequence, n_ok: int) -> None:
-        """``row``, number ``r`` of the plan being committed and of ``seq``, drew ``n_ok`` tokens."""
-        if not row.from_slot:
-            return
-        source = self._landed.get(r, "")
-        n, accepted = self._deep(len(row.drafts)), max(0, n_ok - 1)
-        self.tally.row(source, seq.request.lane, len(row.drafts), n, accepted, n_ok)
-        if n and self._blind and source == self._name and seq.finish is None:
-            self._learn(seq, n, accepted)
-
-    def took(self, seq: Sequence, tokens: Seq[int]) -> None:
-        """``seq`` got ``tokens`` (none after a chunk of its prompt): look what drafts they prove."""
-        if not self._is_read(seq):
-            return
-        assert self.proposer is not None
-        shadow = self._watch(seq).shadow
-        for token in tokens:
-            ended = shadow.see(token)
-            if ended is not None:
-                self._learn(seq, *ended)
-        self._read_left -= self.proposer.read(seq, max(0, self._read_left))
-        if shadow.expected is None and tokens and seq.finish is None:
-            ids = self.proposer.propose(seq, self.most)
-            shadow.open(tuple(ids if seq.guide is None or not ids else seq.guide.trim(ids)))
+        draft_s = max(0.0, device_s - plain_s) if plan.n_draft else 0.0
+        self.tally.step(device_s, gap_s, draft_s, prefills=not plan.rows[-1].from_slot)
 
     def begin_commit(self, plan: StepPlan) -> None:
         """The results of ``plan`` follow."""
@@ -215,9 +179,27 @@ class SpeculationController:
         if self._name in self._landed.values():
             self.hysteresis.seen()
 
-    def reads_started(self, fetches: Iterable[PageFetch]) -> None:
-        """These pages will be read from disk into host memory."""
-        self.backfill.read(fetches)
+    def drawn(self, row: RowPlan, r: int, seq: Sequence, n_ok: int) -> None:
+        """``row``, number ``r`` of the plan being committed and of ``seq``, drew ``n_ok`` tokens."""
+        if not row.from_slot:
+            return
+        source = self._landed.get(r, "")
+        n, accepted = self._depths[len(row.drafts)], max(0, n_ok - 1)
+        self.tally.row(source, seq.request.lane, len(row.drafts), n, accepted, n_ok)
+        if n and self._blind and source == self._name and seq.finish is None:
+            self._watch(seq).add(n, accepted)
+
+    def took(self, seq: Sequence, tokens: Seq[int]) -> None:
+        """``seq`` got ``tokens`` (none after a chunk of its prompt): look what drafts they prove."""
+        if self._blind or not seq.request.speculative:
+            return
+        assert self.proposer is not None
+        watch = self._watch(seq)
+        for token in tokens:
+            watch.see(token)
+        self._read_left -= self.proposer.read(seq, max(0, self._read_left))
+        if watch.expected is None and tokens and seq.finish is None:
+            watch.expect(self._proposed(seq))
 
     def idle(self) -> None:
         """Nobody runs any more: time that passes now says nothing of steps."""
@@ -236,7 +218,7 @@ class SpeculationController:
     def forget(self, seq: Sequence) -> None:
         """``seq`` is over."""
         if seq.n_output:
-            self._length = _mean(self._length, seq.n_output)
+            self._length += 0.05 * (seq.n_output - self._length)
         self._watches.pop(seq, None)
         self.backfill.forget(seq)
         if self.proposer is not None:
@@ -247,50 +229,34 @@ class SpeculationController:
         return len(self._watches)
 
     def _watch(self, seq: Sequence) -> SequenceAcceptance:
-        return self._watches.setdefault(seq, SequenceAcceptance())
+        watch = self._watches.get(seq)
+        if watch is None:
+            watch = self._watches[seq] = SequenceAcceptance(self.acceptance)
+        return watch
 
-    def _learn(self, seq: Sequence, n_drafts: int, n_accepted: int) -> None:
-        self.acceptance.add(n_drafts, n_accepted, seq.request.lane)
-        self._watch(seq).acceptance.add(n_drafts, n_accepted, FADE_REQUEST)
-
-    def _odds(self, seq: Sequence) -> Odds:
-        """Of the next drafts of ``seq``. A drafter without a shadow always has some."""
-        may = may_hold(seq) if self._blind and self.device else seq.request.speculative
-        if not may or (seq.guide is not None and not self.device):  # a guided one waits anyway
+    def _odds(self, seq: Sequence, found: RowDrafts | None = None) -> Odds:
+        """Of the next drafts of ``seq``; ``found``: they are known. A drafter without a shadow always has some."""
+        guided = seq.guide is not None and (self._blind or not self.device)  # it waits anyway
+        if not seq.request.speculative or (guided if found is None else not found.ids):
             return NEVER
-        odds = self.acceptance.odds(self._watch(seq).acceptance, seq.request.lane)
-        return Odds(odds.accepts, 1.0) if self._blind else odds
-
-    def _deep(self, n: int) -> int:
-        """Most of ``n`` drafts that can be accepted: of a tree, as many as it is deep."""
-        depths = self.limits.draft_depths
-        return max(depths[:n], default=0) if depths else n
+        if found is not None and found.source == GRAMMAR:
+            return SURE
+        odds = self._watch(seq).odds()
+        return odds if found is None and not self._blind else Odds(odds.accepts, 1.0)
 
     def _device_k(self, ready: Seq[Sequence], load: StepLoad) -> int:
         """Drafts that the device makes in a step of the rows that decode and those that soon will."""
-        rows = [*ready, *load.entering]
-        if len(rows) > (self.limits.draft_rows or self.limits.max_decode_rows):
-            self.hysteresis.end()
-            return 0
-        if not rows:
-            return 0
+        rows, from_kv = [*ready, *load.entering], self.limits.drafts_from_kv
+        crowded = len(rows) > (self.limits.draft_rows or self.limits.max_decode_rows)
         if self._fixed is not None:
-            return self._fixed
-        if not ready and not self.limits.drafts_from_kv:
-            return 0  # it sees nothing in prompts alone, which only take longer
-        odds = [self._odds(seq) if self._worth_backfill(seq) else NEVER for seq in rows]
-        new = bool(load.entering) or not self.limits.drafts_from_kv
-        k = self.hysteresis.step(self._k(odds, (load.behind, load.behind)), new=new)
-        if not all([self._watch(seq).acceptance.drafts.tried for seq in rows]):
-            k = min(k, self.table.options[1])  # of a new sequence nothing is known but its lane
-        return k if any([o.offers for o in odds]) else 0
-
-    def _worth_backfill(self, seq: Sequence) -> bool:
-        """False for a sequence whose backfill would cost more than drafts of the rest of it save."""
-        if self.hysteresis.k:
-            return True
-        left = max(self._length - seq.n_output, self._length / 2)
-        return self.backfill.missing(seq) <= PER_TOKEN * left
+            return 0 if crowded or not rows else self._narrowed(self._fixed, ready, load)
+        if not ready and (not from_kv or not rows):
+            return 0  # a drafter without KV sees nothing in prompts alone, which only take longer
+        odds = [] if crowded else [self._odds(seq) for seq in rows]
+        may = any([one.offers for one in odds])
+        wanted = self._k(rows, odds, load) if may else 0
+        k = self.hysteresis.step(wanted, new=bool(load.entering) or not from_kv)
+        return self._narrowed(k, ready, load) if may else 0
 
     def _narrowed(self, k: int, ready: Seq[Sequence], load: StepLoad) -> int:
         """As many of ``k`` drafts as there are programs for beside this step's prompts."""
@@ -300,70 +266,52 @@ class SpeculationController:
 
     def _host_k(self, ready: Seq[Sequence], found: Seq[RowDrafts], load: StepLoad) -> int:
         """Drafts that rows try of those that were found."""
-        if self._fixed is not None:
-            return self._fixed
-        if not any([d.ids for d in found]):
-            return 0
-        pairs = zip(ready, found, strict=True)
-        odds = [self._found_odds(seq, d) for seq, d in pairs]
-        k = self._k(odds, (load.behind, load.behind))
+        if self._fixed is not None or not any([drafts.ids for drafts in found]):
+            return self._fixed or 0
+        odds = [self._odds(seq, drafts) for seq, drafts in zip(ready, found, strict=True)]
+        k = self._k(ready, odds, load)
         return self.hysteresis.step(k) if self._blind else k
 
-    def _found_odds(self, seq: Sequence, drafts: RowDrafts) -> Odds:
-        if not drafts.ids:
-            return NEVER
-        if drafts.source == GRAMMAR:
-            return SURE
-        odds = self.acceptance.odds(self._watch(seq).acceptance, seq.request.lane)
-        return Odds(odds.accepts, 1.0)
+    def _k(
+        self, rows: Seq[Sequence], odds: Seq[Odds], load: StepLoad, *, waits: bool = False
+    ) -> int:
+        """The best k; ``waits``: with drafts the device waits for the host before the step, though without it
+        does not."""
+        begins = self.device and not self.hysteresis.k
+        missing = sum([self.backfill.missing(seq) for seq in rows]) if begins else 0
+        left = sum([max(self._length - seq.n_output, self._length / 2) for seq in rows]) / len(rows)
 
-    def _k(self, odds: Seq[Odds], behind: tuple[bool, bool]) -> int:
-        return self.table.k(odds, self._length, behind)
+        def seconds(k: int) -> tuple[float, float]:
+            n_draft = k if self.device else 0
+            size = (load.n_context, k + 1, n_draft)
+            took = self.costs.seconds(len(rows), 0, *size)
+            begin = self.costs.seconds(len(rows), missing, *size) if begins else 0.0
+            return took + self.gaps.seconds(load.behind or (waits and k > 0)), begin
 
-    def _seconds(self, rows: int, k: int, behind: bool) -> float:
-        """Of a step, prompts and the wait for the host as they are of late."""
-        width, n_draft = k + 1, k if self.device else 0
-        share, n_prefill = self._prefill
-        plain = self.costs.seconds(rows, 0, self._n_context, width, n_draft)
-        narrow = min(width, self.limits.prefill_width or width)
-        beside = self.costs.seconds(
-            rows, round(n_prefill), self._n_context, narrow, min(n_draft, narrow - 1)
-        )
-        return (1.0 - share) * plain + share * beside + self.gaps.seconds(behind)
-
-    def _is_read(self, seq: Sequence) -> bool:
-        """True for a sequence whose text a proposer of the host reads."""
-        return not self._blind and seq.request.speculative
+        return best_k(odds, left, self._ks, self._depths, seconds, self._min_speed)
 
     def _held(self, seq: Sequence) -> RowDrafts:
-        """Drafts of ``seq`` where the device drafts: what it left, unless its KV lacks something."""
-        if not may_hold(seq):
+        """Drafts of ``seq`` where the device drafts: what it left, unless its KV lacks something. A guide's masks
+        follow the drafts' ids, which only the device knows."""
+        if seq.guide is not None or not seq.request.speculative:
             return self._drafts(seq)
         if self.backfill.missing(seq):
             return RowDrafts()
-        return RowDrafts((-1,) * room(seq, self._watch(seq).left), self._name)
+        return RowDrafts((-1,) * self._watch(seq).left, self._name)
 
     def _drafts(self, seq: Sequence) -> RowDrafts:
         """All that ``seq`` could try now, of a guide or the host's proposer."""
-        forced = self._forced(seq)
-        if forced.ids or self.proposer is None or not seq.request.speculative:
-            return forced
-        most = room(seq, self.most)
-        if not most or (seq.in_flight and not self.proposer.blind):
+        if not seq.request.speculative:
             return RowDrafts()
-        ids = self.proposer.propose(seq, most)
-        if seq.guide is not None and ids:
-            ids = seq.guide.trim(ids)
-        return RowDrafts(ids, self._name) if ids else RowDrafts()
-
-    def _forced(self, seq: Sequence) -> RowDrafts:
-        """Tokens that a guide leaves no choice about."""
-        trees = self.limits.draft_depths  # then there are no programs for other drafts
-        if seq.guide is None or trees or not seq.request.speculative:
+        # Beside a tree there are no programs for other drafts.
+        if seq.guide is not None and seq.guide.forced and not self.limits.draft_depths:
+            return RowDrafts(seq.guide.forced[: self.most], GRAMMAR)
+        if self.proposer is None or (seq.in_flight and not self.proposer.blind):
             return RowDrafts()
-        forced = seq.guide.forced[: room(seq, self.most)]
-        return RowDrafts(forced, GRAMMAR) if forced else RowDrafts()
+        return RowDrafts(self._proposed(seq), self._name)
 
-
-def _mean(mean: float, new: float) -> float:
-    return _KEEP * mean + (1.0 - _KEEP) * new
+    def _proposed(self, seq: Sequence) -> Seq[int]:
+        """Ids of the host's proposer that the guide of ``seq``, if any, lets follow."""
+        assert self.proposer is not None
+        ids = self.proposer.propose(seq, self.most)
+        return seq.guide.trim(ids) if seq.guide is not None and ids else ids

@@ -1,13 +1,13 @@
-"""Chooses the drafts of a step: a table k(rows, acceptance bin) from step times, with hysteresis and probes.
+"""Chooses the drafts of a step from measured step times and the acceptance of its rows, with hysteresis and probes.
 
-All rows of a step share one program,
-so they share k. A cell holds the k with the most expected tokens per second::
+All rows of a step share one program, so they share k: the one with which what is left of the answers takes the fewest
+seconds ::
 
-    (1 + drafts expected to be accepted of k) / seconds(rows, k)        0 unless another is better
+    tokens left / (1 + drafts expected to be accepted of k) * seconds(k) + begin(k)      0 unless another is better
 
-and no row may get fewer than ``min_speed`` of the tokens per second that it gets without drafts. Acceptance is
-counted in tenths (*bins*), the number of rows in powers of two; cells are computed when first asked for, and anew
-every REFRESH steps, since the machine's speed changes.
+among those with which no row gets fewer than ``min_speed`` of the tokens per second that it gets without drafts. The
+seconds are those of a step without prompts: a prompt takes as many steps whatever its neighbours draft, so its time
+speaks for neither. To begin costs a step whose rows have no drafts yet, and the backfill.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from collections.abc import Callable, Sequence as Seq
 
 from jserve.speculation.policy.acceptance import Odds
 
-BINS = 10
-REFRESH = 64
 CHEAP = 1.03
 """A drafter whose steps take less than this factor longer always runs: its KV stays current, its acceptance known."""
 MARGIN = 1.05
-"""A k above 0 has to be better than none by this factor: what it takes to begin is in no cell."""
-HOLD, FIRST_HOLD = 16, 4
-"""Steps before drafting ends or begins again, and before the first ends, which is a guess."""
-PROBE_EVERY, PROBE_AT_LAST = 200, 1000
-"""Steps without drafts after which some are tried, to see what is accepted: beside the next prompt, which the
-drafter then sees from its start; or, if none comes, after a backfill."""
-PROBE_STEPS, PROBE_ROUNDS = 16, 2
-"""A probe ends after so many steps, or when so many steps showed what was accepted."""
+"""A k above 0 has to be better than none by this factor."""
+HOLD = 16
+"""Steps before drafting ends or begins again."""
+PROBE_EVERY, PROBE_RARELY, PROBE_STEPS = 200, 1600, 16
+"""Steps without drafts after which some are tried, to see what is accepted, twice as many after each such probe up to
+the second number: beside the next prompt, which the drafter then sees from its start; or, if none comes, after the
+second number and a backfill. A probe ends when that was seen, or after PROBE_STEPS."""
 
 
 def widths(max_drafts: int) -> tuple[int, ...]:
@@ -37,86 +34,44 @@ def widths(max_drafts: int) -> tuple[int, ...]:
     return (*(w for w in (1, 4, 8) if w == 1 < most or 3 * w < 2 * most), most)
 
 
-class KTable:
-    """See above.
+def best_k(
+    odds: Seq[Odds],
+    left: float,
+    options: Seq[int],
+    depths: Seq[int],
+    seconds: Callable[[int], tuple[float, float]],
+    min_speed: float,
+) -> int:
+    """Drafts of a step.
 
     Args:
+        odds: of each row.
+        left: tokens that a row is likely to draw yet.
         options: numbers of drafts that there are programs for, ascending, 0 first.
-        depth: drafts -> most of them that can be accepted (of a tree, its depth).
-        seconds: (rows, drafts, behind) -> predicted seconds of a step; ``behind``: the device waits for the host
-            before it.
+        depths: drafts -> most of them that can be accepted (of a tree, its depth).
+        seconds: drafts -> predicted seconds of a step, and those it costs to begin.
         min_speed: least share of its speed without drafts that each row keeps.
     """
-
-    def __init__(
-        self,
-        options: Seq[int],
-        depth: Callable[[int], int],
-        seconds: Callable[[int, int, bool], float],
-        min_speed: float,
-    ) -> None:
-        self.options, self.min_speed = options, min_speed
-        self._depth, self._seconds = depth, seconds
-        self._cells: dict[tuple[int, ...], int] = {}
-        self._age = 0
-
-    def step(self) -> None:
-        """A step went by."""
-        self._age = (self._age + 1) % REFRESH
-        if not self._age:
-            self._cells.clear()
-
-    def k(self, odds: Seq[Odds], length: float, behind: tuple[bool, bool] = (False, False)) -> int:
-        """Drafts of a step whose rows have these odds.
-
-        Args:
-            length: mean tokens of an answer.
-            behind: whether the device waits for the host without drafts, and with them.
-        """
-        n, offers = len(odds), sum([o.offers for o in odds])
-        if not offers:
-            return 0
-        mean = Odds(sum([o.accepts * o.offers for o in odds]) / offers, offers / n)
-        least = min(odds, key=lambda o: o.accepts * o.offers)
-        rung = 1 << (n - 1).bit_length()
-        key = (rung, *_bin(mean), *_bin(least), int(length).bit_length(), *behind)
-        if key not in self._cells:
-            times = [self._seconds(rung, k, behind[k > 0]) for k in self.options]
-            self._cells[key] = self._best(times, _middle(mean), _middle(least), max(1.0, length))
-        return self._cells[key]
-
-    def _best(self, times: Seq[float], mean: Odds, least: Odds, length: float) -> int:
-        plain = times[0]
-        best, most = 0, MARGIN / plain
-        for k, took in zip(self.options[1:], times[1:], strict=True):
-            n = self._depth(k)
-            fair = (1.0 + least.expected(n)) * plain >= self.min_speed * took
-            rate = _useful(mean.expected(n), length) / took
-            if (fair and rate > most) or (not best and took < CHEAP * plain):
-                best, most = k, rate
-        return best
-
-
-def _useful(accepted: float, length: float) -> float:
-    """Tokens of a step that somebody asked for: the last step of an answer draws half of its drafts behind the
-    end."""
-    return (1.0 + accepted) / (1.0 + accepted / (2.0 * length))
-
-
-def _bin(odds: Odds) -> tuple[int, int]:
-    return tuple(min(BINS - 1, int(share * BINS)) for share in odds)  # type: ignore[return-value]
-
-
-def _middle(odds: Odds) -> Odds:
-    """The middle of the bin that ``odds`` are in; what never happens, or always does, as it is."""
-    return Odds(
-        *(x if x in (0.0, 1.0) else (b + 0.5) / BINS for b, x in zip(_bin(odds), odds, strict=True))
-    )
+    offers = sum([one.offers for one in odds])
+    if not offers:
+        return 0
+    mean = Odds(sum([one.accepts * one.offers for one in odds]) / offers, offers / len(odds))
+    least = min(odds, key=lambda one: one.accepts * one.offers)
+    plain = seconds(0)[0]
+    best, fewest = 0, left * plain / MARGIN
+    for k in options[1:]:
+        took, begin = seconds(k)
+        total, slowest = (
+            left / (1.0 + one.expected(depths[k])) * took + begin for one in (mean, least)
+        )
+        fair = min_speed * slowest <= left * plain
+        if (fair and total < fewest) or (not best and took < CHEAP * plain):
+            best, fewest = k, total
+    return best
 
 
 class Hysteresis:
-    """The k that is used: what the table wants, but that drafting begins or ends once in HOLD steps at most;
-    and probes.
+    """The k that is used: what is best, but that drafting begins or ends once in HOLD steps at most; and probes.
 
     Args:
         probe: drafts of a probe; 0: acceptance is known without any.
@@ -124,34 +79,28 @@ class Hysteresis:
 
     def __init__(self, probe: int) -> None:
         self.k, self.probe = 0, probe
-        self.backfills = False
+        self.backfills = True
         """False for a probe of new sequences: the others get no drafts."""
-        self._held, self._changed = HOLD, False
-        self._off = self._probing = self._rounds = 0
+        self._held, self._off, self._left, self._every = HOLD, PROBE_EVERY, 0, PROBE_EVERY // 2
+        """Steps since drafting began or ended, those without drafts (enough to probe at once), those that a probe has
+        left; and the steps between two probes."""
 
     def step(self, wanted: int, *, new: bool = True) -> int:
-        """Drafts of the next step, where the table wants ``wanted``. ``new``: a probe needs no backfill."""
+        """Drafts of the next step, where ``wanted`` are best. ``new``: a probe needs no backfill."""
         self._held += 1
-        if wanted and self.k:
-            self.k = wanted
-        if wanted != self.k and self._held >= HOLD:
-            self._held = 0 if self._changed else HOLD - FIRST_HOLD
-            self.k, self._changed = wanted, True
+        if bool(wanted) == bool(self.k):
+            self.k = wanted  # more or fewer cost nothing to begin
+        elif self._held >= HOLD:
+            self.k, self._held = wanted, 0
         if self.k or not self.probe:
-            self._off, self._probing, self.backfills = 0, 0, True
+            self._off, self._left, self._every, self.backfills = 0, 0, PROBE_EVERY, True
             return self.k
-        self._off += 1
-        if self._off >= (PROBE_EVERY if new else PROBE_AT_LAST):
-            self._off, self._probing, self._rounds, self.backfills = 0, PROBE_STEPS, 0, not new
-        self._probing = max(0, self._probing - 1) if self._rounds < PROBE_ROUNDS else 0
-        return self.probe if self._probing else 0
-
-    def end(self) -> None:
-        """More rows run than drafts are made beside. What the drafter misses meanwhile is not backfilled
-        unless drafting begins anew."""
-        self.k = self._held = self._probing = 0
-        self._changed = True
+        self._off, self._left = self._off + 1, max(0, self._left - 1)
+        if self._off >= (self._every if new else PROBE_RARELY):
+            self._off, self._left, self.backfills = 0, PROBE_STEPS, not new
+            self._every = min(2 * self._every, PROBE_RARELY)
+        return self.probe if self._left else 0
 
     def seen(self) -> None:
-        """A step came back that shows what was accepted."""
-        self._rounds += 1
+        """A step came back that shows what is accepted."""
+        self._left = 0

@@ -17,8 +17,7 @@ from jserve.speculation.host.lookup import Lookup
 from jserve.speculation.host.ngram import NgramIndex
 from jserve.speculation.host.suffix import SuffixIndex
 from jserve.speculation.policy import controller as policy
-from jserve.speculation.policy.controller import SpeculationController
-from jserve.speculation.policy.row_drafts import StepLoad
+from jserve.speculation.policy.controller import SpeculationController, StepLoad
 from jserve.timing.host_gaps import HostGaps
 from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Lane

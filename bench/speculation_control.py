@@ -1,0 +1,211 @@
+"""The control of speculation on a virtual clock: a real scheduler, tokens and step times as functions of the plan.
+
+So nothing is noise, and two controls can be compared to the percent. A closed loop of five kinds of requests runs with
+and without drafts. Whether a draft is right is a coin that its place in the answer fixes, or what an n-gram index finds
+there. A step takes what its table says: a part for the step and for each token of a row, of a prompt, of a draft.
+
+    python -m bench.speculation_control [--machines gpu,cpu] [--methods draft,eagle3] [--concurrency 1,4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+from itertools import product, takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jserve.config import EngineConfig
+from jserve.engine.engine import Engine
+from jserve.ports import InFlight, RunnerLimits, StepTime
+from jserve.sampling import SamplingParams
+from jserve.sched.scheduler import Scheduler
+from jserve.sim.device import SimClock
+from jserve.speculation.host.lookup import Lookup
+from jserve.speculation.host.ngram import NgramIndex
+from jserve.speculation.policy.ktable import widths
+from jserve.timing.step_costs import MeasuredCosts
+from jserve.types import Request, StepPlan, StepResult
+
+MOST, ROWS, CONTEXT, VOCAB, HOST_S = 7, 64, 1024, 1 << 20, 2e-4
+
+
+TEXTS = {
+    "dialogue": (40, 5, 40, 0.95, 0.75, 0.3),
+    "copy": (250, 30, 90, 0.75, 0.38, 0.95),
+    "json": (120, 20, 50, 0.9, 0.8, 0.1),
+    "tools": (160, 3, 25, 0.97, 0.82, 0.4),
+    "free": (30, 60, 96, 0.85, 0.72, 0.05),
+}
+"""Kind of request -> tokens of its prompt, fewest and most of its answer; chances that a draft of a draft model and of
+EAGLE-3 is right, given those before it; share of the answer that stands in the prompt."""
+MACHINES = {"gpu": (32, 5, 5, 0.08), "cpu": (8, 25, 40, 0.15), "old cpu": (8, 120, 60, 0.15)}
+"""Rows beside which it drafts at most; microseconds of each token of a row and of a prompt, beside 1 ms of the step;
+what a draft takes of a step of one token per row."""
+METHODS = ("draft", "eagle3", "ngram")
+BEHIND = [0] * 4 * (1 + MOST)
+"""Tokens of steps that were under way when an answer ended."""
+
+
+class Asked(NamedTuple):
+    request: Request
+    answer: list[int]
+    right: dict[str, list[int]]
+    """Method -> place in the answer -> how many of MOST drafts there are right."""
+
+
+def limits(machine: str, method: str) -> RunnerLimits:
+    """As of an engine with 64 sequences; ``method`` off: one that cannot draft."""
+    draft_rows, per_token, per_prompt, per_draft = MACHINES[machine]
+    on, copies = method != "off", method == "ngram"
+    times = []
+    for rows, n, width in product((1, 2, 4, 8, 16, 32, 64), (0, 32, 128, 256), widths(MOST * on)):
+        k, tokens = width - 1, 1e-6 * (per_token * rows * width + per_prompt * n)
+        drafting = k * per_draft * (1e-3 + 1e-6 * per_token * rows) + 0.1 * tokens * (k > 0)
+        if not n or width <= 4:
+            time = {"n_decode": rows, "n_prefill": n, "width": width, "n_draft": k}
+            seconds = 1e-3 + tokens + (0.0 if copies else drafting)
+            times.append(StepTime(**time, n_context=CONTEXT, seconds=seconds))
+    many = {"n_slots": ROWS, "max_rows": ROWS, "max_decode_rows": ROWS, "draft_rows": draft_rows}
+    prefill = {"max_prefill_tokens": 256, "max_prefill_rows": 8, "prefill_width": 4 * on}
+    sizes = {"n_pages": 4096, "page_size": 16, "max_model_len": CONTEXT, "vocab_size": VOCAB}
+    drafts = {"max_drafts": MOST * on, "device_drafts": MOST * on, "drafts_from_text": copies}
+    rest = {"drafts_from_kv": on and not copies, "step_times": tuple(times)}
+    return RunnerLimits(**(many | prefill | sizes | drafts | rest))
+
+
+def load(n: int, seed: int = 0) -> list[Asked]:
+    """``n`` requests of all texts, shuffled."""
+    rng, found = np.random.default_rng(seed), []
+    for i, name in enumerate(rng.permutation(list(TEXTS) * -(-n // len(TEXTS)))[:n].tolist()):
+        n_prompt, fewest, most, *chances, copies = TEXTS[name]
+        prompt, long = rng.integers(VOCAB, size=n_prompt).tolist(), int(rng.integers(fewest, most))
+        answer: list[int] = []
+        while len(answer) < long:
+            at, fresh = rng.integers(n_prompt - 8), rng.integers(VOCAB, size=8).tolist()
+            answer += prompt[at : at + 16] if rng.random() < copies else fresh
+        params = SamplingParams(temperature=0.0, max_tokens=long)
+        request = Request(id=f"{i}", prompt_ids=tuple(prompt), params=params)
+        right = {"off": [0] * long, "ngram": _copied(prompt, answer[:long])}
+        for method, chance in zip(METHODS, chances, strict=False):
+            coin_N = (rng.random(long + MOST) < chance).tolist()
+            right[method] = [_run(coin_N[at : at + MOST]) for at in range(long)]
+        found.append(Asked(request, answer[:long], right))
+    return found
+
+
+def _copied(prompt: list[int], answer: list[int]) -> list[int]:
+    """Place -> how many tokens that an n-gram index proposes there are right."""
+    index, found = NgramIndex(2, 4, CONTEXT), []
+    for token in prompt:
+        index.append(token)
+    for at, token in enumerate(answer):
+        pairs = zip(index.after(MOST), answer[at:], strict=False)
+        found.append(_run([a == b for a, b in pairs]))
+        index.append(token)
+    return found
+
+
+def _run(right: list[bool]) -> int:
+    return len(list(takewhile(bool, right)))
+
+
+class TableRunner:
+    """``ports.Runner`` that draws the answers of ``asked`` and takes what the step times of ``limits`` say."""
+
+    def __init__(self, method: str, lim: RunnerLimits, asked: Seq[Asked], clock: SimClock) -> None:
+        self.method, self.limits, self.clock = method, lim, clock
+        self._asked = {one.request.id: one for one in asked}
+        self._costs, self._free_at = MeasuredCosts(lim.step_times), 0.0
+        self._drawn: dict[str, int] = {}
+        """Request -> tokens that the device has drawn."""
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        decode = [row.count for row in plan.rows if row.from_slot]
+        n_prefill = sum(row.count for row in plan.rows if not row.from_slot)
+        width = max(decode, default=1)
+        took = self._costs.seconds(len(decode), n_prefill, 1, width, plan.n_draft)
+        self.clock.now += HOST_S
+        self._free_at = max(self.clock.now, self._free_at) + took
+        return InFlight(plan=plan, launched=0.0, handle=(self._free_at, self._draw(plan, took)))
+
+    def collect(self, flight: InFlight) -> StepResult:
+        ends, result = flight.handle
+        self.clock.now = max(self.clock.now, ends)
+        return result
+
+    def _draw(self, plan: StepPlan, took: float) -> StepResult:
+        R, J = len(plan.rows), 1 + max(len(row.drafts) for row in plan.rows)
+        tokens_RJ, n_ok_R = np.zeros((R, J), np.int32), np.zeros(R, np.int32)
+        for r, row in enumerate(plan.rows):
+            one = self._asked[row.choice.request.id]
+            at = self._drawn.get(one.request.id, 0)
+            if row.emits:
+                n = n_ok_R[r] = 1 + min(len(row.drafts), (one.right[self.method] + BEHIND)[at])
+                tokens_RJ[r, :n] = (one.answer + BEHIND)[at : at + n]
+                self._drawn[one.request.id] = at + n
+        rest = {"finite_R": np.ones(R, bool), "logprob_RJ": np.zeros((R, J), np.float32)}
+        return StepResult(tokens_RJ=tokens_RJ, n_ok_R=n_ok_R, device_us=took * 1e6, **rest)
+
+
+Ran = tuple[float, dict[str, float], float]
+"""Seconds of a load, those of each request, tokens per row and step."""
+
+
+def run(machine: str, method: str, asked: Seq[Asked], n: int) -> Ran:
+    """All of ``asked``, ``n`` at once."""
+    lim, clock = limits(machine, method), SimClock()
+    proposer = Lookup("ngram", lambda: (NgramIndex(2, 4, CONTEXT),)) if method == "ngram" else None
+    config = EngineConfig.of(max_num_seqs=ROWS, max_num_batched_tokens=CONTEXT)
+    scheduler = Scheduler(lim, config, proposer=proposer)
+    engine = Engine(scheduler, TableRunner(method, lim, asked, clock), clock=clock)
+    waiting, began, took, said = list(asked), {}, {}, defaultdict(list)
+    while waiting or began:
+        while waiting and len(began) < n:
+            began[waiting[0].request.id] = clock.now
+            engine.submit(waiting.pop(0).request)
+        for out in engine.step():
+            said[out.request_id] += out.token_ids
+            if out.finish is not None:
+                took[out.request_id] = clock.now - began.pop(out.request_id)
+    assert said == {one.request.id: one.answer for one in asked}, "drafts changed a token"
+    n_rows, n_tokens = (
+        scheduler.counters().get(f"decode_{x}_total", 1) for x in ("rows", "tokens")
+    )
+    return clock.now, took, n_tokens / n_rows
+
+
+def cell(machine: str, method: str, n: int, n_requests: int = 120) -> dict[str, Any]:
+    """The load's speed-up, the slowest request's share of its speed without drafts, the share of requests below 0.9 of
+    it, tokens per row and step; ``n`` requests at once."""
+    asked = load(max(n_requests, 2 * n))
+    plain_s, plain, _ = run(machine, "off", asked, n)
+    seconds, took, per_step = run(machine, method, asked, n)
+    shares = [plain[i] / took[i] for i in plain]
+    below = sum(share < 0.9 for share in shares) / len(shares)
+    which = {"machine": machine, "method": method, "concurrency": n, "tokens_per_step": per_step}
+    return which | {"speedup": plain_s / seconds, "slowest": min(shares), "below_0.9": below}
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.speculation_control")
+    parser.add_argument("--machines", default=",".join(MACHINES))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--concurrency", default="1,4,16,64")
+    args = parser.parse_args(argv)
+    words = [given.split(",") for given in (args.machines, args.methods, args.concurrency)]
+    rows = [cell(machine, method, int(n)) for machine, method, n in product(*words)]
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()))
+    Console(width=120).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
