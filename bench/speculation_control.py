@@ -10,15 +10,13 @@ there. A step takes what its table says: a part for the step and for each token 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Sequence as Seq
-from itertools import product, takewhile
+from itertools import product
+from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
@@ -33,8 +31,6 @@ from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Request, StepPlan, StepResult
 
 MOST, ROWS, CONTEXT, VOCAB, HOST_S = 7, 64, 1024, 1 << 20, 2e-4
-
-
 TEXTS = {
     "dialogue": (40, 5, 40, 0.95, 0.75, 0.3),
     "copy": (250, 30, 90, 0.75, 0.38, 0.95),
@@ -62,21 +58,21 @@ class Asked(NamedTuple):
 def limits(machine: str, method: str) -> RunnerLimits:
     """As of an engine with 64 sequences; ``method`` off: one that cannot draft."""
     draft_rows, per_token, per_prompt, per_draft = MACHINES[machine]
-    on, copies = method != "off", method == "ngram"
+    on, copies = int(method != "off"), method == "ngram"
     times = []
     for rows, n, width in product((1, 2, 4, 8, 16, 32, 64), (0, 32, 128, 256), widths(MOST * on)):
         k, tokens = width - 1, 1e-6 * (per_token * rows * width + per_prompt * n)
         drafting = k * per_draft * (1e-3 + 1e-6 * per_token * rows) + 0.1 * tokens * (k > 0)
         if not n or width <= 4:
-            time = {"n_decode": rows, "n_prefill": n, "width": width, "n_draft": k}
+            time: dict[str, Any] = {"n_decode": rows, "n_prefill": n, "width": width, "n_draft": k}
             seconds = 1e-3 + tokens + (0.0 if copies else drafting)
             times.append(StepTime(**time, n_context=CONTEXT, seconds=seconds))
     many = {"n_slots": ROWS, "max_rows": ROWS, "max_decode_rows": ROWS, "draft_rows": draft_rows}
     prefill = {"max_prefill_tokens": 256, "max_prefill_rows": 8, "prefill_width": 4 * on}
     sizes = {"n_pages": 4096, "page_size": 16, "max_model_len": CONTEXT, "vocab_size": VOCAB}
     drafts = {"max_drafts": MOST * on, "device_drafts": MOST * on, "drafts_from_text": copies}
-    rest = {"drafts_from_kv": on and not copies, "step_times": tuple(times)}
-    return RunnerLimits(**(many | prefill | sizes | drafts | rest))
+    given: dict[str, Any] = {**many, **prefill, **sizes, **drafts, "step_times": tuple(times)}
+    return RunnerLimits(**given, drafts_from_kv=bool(on) and not copies)
 
 
 def load(n: int, seed: int = 0) -> list[Asked]:
@@ -105,14 +101,13 @@ def _copied(prompt: list[int], answer: list[int]) -> list[int]:
     for token in prompt:
         index.append(token)
     for at, token in enumerate(answer):
-        pairs = zip(index.after(MOST), answer[at:], strict=False)
-        found.append(_run([a == b for a, b in pairs]))
+        found.append(_run([*map(eq, index.after(MOST), answer[at:])]))
         index.append(token)
     return found
 
 
 def _run(right: list[bool]) -> int:
-    return len(list(takewhile(bool, right)))
+    return [*right, False].index(False)
 
 
 class TableRunner:
@@ -127,9 +122,9 @@ class TableRunner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         decode = [row.count for row in plan.rows if row.from_slot]
-        n_prefill = sum(row.count for row in plan.rows if not row.from_slot)
-        width = max(decode, default=1)
-        took = self._costs.seconds(len(decode), n_prefill, 1, width, plan.n_draft)
+        n_prefill = sum(row.count for row in plan.rows) - sum(decode)
+        size = (len(decode), n_prefill, 1, max(decode, default=1), plan.n_draft)
+        took = self._costs.seconds(*size)
         self.clock.now += HOST_S
         self._free_at = max(self.clock.now, self._free_at) + took
         return InFlight(plan=plan, launched=0.0, handle=(self._free_at, self._draw(plan, took)))
@@ -153,12 +148,8 @@ class TableRunner:
         return StepResult(tokens_RJ=tokens_RJ, n_ok_R=n_ok_R, device_us=took * 1e6, **rest)
 
 
-Ran = tuple[float, dict[str, float], float]
-"""Seconds of a load, those of each request, tokens per row and step."""
-
-
-def run(machine: str, method: str, asked: Seq[Asked], n: int) -> Ran:
-    """All of ``asked``, ``n`` at once."""
+def run(machine: str, method: str, asked: Seq[Asked], n: int) -> tuple[float, dict, float]:
+    """All of ``asked``, ``n`` at once: seconds, those of each request, tokens per row and step."""
     lim, clock = limits(machine, method), SimClock()
     proposer = Lookup("ngram", lambda: (NgramIndex(2, 4, CONTEXT),)) if method == "ngram" else None
     config = EngineConfig.of(max_num_seqs=ROWS, max_num_batched_tokens=CONTEXT)
@@ -174,16 +165,15 @@ def run(machine: str, method: str, asked: Seq[Asked], n: int) -> Ran:
             if out.finish is not None:
                 took[out.request_id] = clock.now - began.pop(out.request_id)
     assert said == {one.request.id: one.answer for one in asked}, "drafts changed a token"
-    n_rows, n_tokens = (
-        scheduler.counters().get(f"decode_{x}_total", 1) for x in ("rows", "tokens")
-    )
-    return clock.now, took, n_tokens / n_rows
+    told = scheduler.counters()
+    per_step = told.get("decode_tokens_total", 1.0) / told.get("decode_rows_total", 1.0)
+    return clock.now, took, per_step
 
 
-def cell(machine: str, method: str, n: int, n_requests: int = 120) -> dict[str, Any]:
+def cell(machine: str, method: str, n: int) -> dict[str, Any]:
     """The load's speed-up, the slowest request's share of its speed without drafts, the share of requests below 0.9 of
     it, tokens per row and step; ``n`` requests at once."""
-    asked = load(max(n_requests, 2 * n))
+    asked = load(max(120, 2 * n))
     plain_s, plain, _ = run(machine, "off", asked, n)
     seconds, took, per_step = run(machine, method, asked, n)
     shares = [plain[i] / took[i] for i in plain]
@@ -192,20 +182,17 @@ def cell(machine: str, method: str, n: int, n_requests: int = 120) -> dict[str, 
     return which | {"speedup": plain_s / seconds, "slowest": min(shares), "below_0.9": below}
 
 
-def main(argv: Seq[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.speculation_control")
-    parser.add_argument("--machines", default=",".join(MACHINES))
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--concurrency", default="1,4,16,64")
-    args = parser.parse_args(argv)
-    words = [given.split(",") for given in (args.machines, args.methods, args.concurrency)]
+    given = {"machines": MACHINES, "methods": METHODS, "concurrency": ("1", "4", "16", "64")}
+    for name, values in given.items():
+        parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=[*values])
+    words = vars(parser.parse_args()).values()
     rows = [cell(machine, method, int(n)) for machine, method, n in product(*words)]
-    table = Table(*rows[0])
+    print(*(f"{name:>16}" for name in rows[0]), sep="")
     for row in rows:
-        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()))
-    Console(width=120).print(table)
-    return 0
+        print(*(f"{x:16.2f}" if isinstance(x, float) else f"{x:>16}" for x in row.values()), sep="")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -418,7 +418,7 @@ class SpeculativeOptions:
         max=1.0,
     )
     min_speed: float = opt(
-        0.98, "least share of its speed that a row keeps when others draft", min=0.0, max=1.0
+        0.9, "least share of its speed that a row keeps when others draft", min=0.0, max=1.0
     )
 
 

@@ -293,7 +293,7 @@ def outputs_of(
         proposer = Guesses(truth or {}, rng)
     scheduler = Scheduler(limits, config, proposer=proposer)
     drafting = scheduler.speculation
-    drafting.costs, drafting.table.min_speed = FREE, 0.0
+    drafting.costs, drafting.min_speed = FREE, 0.0
     device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
     engine = Engine(scheduler, device, overlap=way.overlap)
     waiting, outputs = list(requests), []

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 KEEP_REQUEST, KEEP_ALL = 0.95, 0.99
 """What stays of a count, per draft tried, or per round for offers."""
-PULL = 2.0
-"""Tries of its own after which a request's rate counts as much as that of all. Few, since texts differ: a request
-whose drafts were rejected for two rounds is rarely one where most are accepted."""
+PULL, PULL_OFFERS = 8.0, 2.0
+"""Tries of its own after which a request's rate counts as much as that of all, and rounds for offers. Fewer of these:
+whether there is anything to copy differs most between texts. More of those: the row with the least acceptance decides
+for all, and among few tries that is chance."""
 _GUESS_WEIGHT = 4.0
 
 
@@ -56,11 +57,13 @@ class Acceptance:
         self.offered = self.offered * keep + (n_drafts > 0)
         self.rounds = self.rounds * keep + 1.0
 
-    def odds(self, prior: Odds = GUESS, weight: float = _GUESS_WEIGHT) -> Odds:
-        """Of the next round, pulled to ``prior`` as if that had been tried ``weight`` times."""
+    def odds(
+        self, prior: Odds = GUESS, pull: float = _GUESS_WEIGHT, pull_offers: float = _GUESS_WEIGHT
+    ) -> Odds:
+        """Of the next round, pulled to ``prior`` as if that had been tried so many times."""
         return Odds(
-            (self.accepted + weight * prior.accepts) / (self.tried + weight),
-            (self.offered + weight * prior.offers) / (self.rounds + weight),
+            (self.accepted + pull * prior.accepts) / (self.tried + pull),
+            (self.offered + pull_offers * prior.offers) / (self.rounds + pull_offers),
         )
 
 
@@ -90,7 +93,7 @@ class SequenceAcceptance:
 
     def odds(self) -> Odds:
         """Of its next round."""
-        return self.own.odds(self.overall.odds(), PULL)
+        return self.own.odds(self.overall.odds(), PULL, PULL_OFFERS)
 
     def expect(self, drafts: Seq[int]) -> None:
         """``drafts`` are proposed: a round begins."""

@@ -96,7 +96,7 @@ class SpeculationController:
         self._blind = proposer is None or proposer.blind
         """True where only verified drafts show what is accepted."""
         self._name = DEVICE if proposer is None else proposer.name
-        self._min_speed = options.min_speed
+        self.min_speed = options.min_speed
         depths = limits.draft_depths
         # Of a tree all is verified or nothing.
         self._ks = (0, self.most) if depths else [w - 1 for w in widths(self.most)]
@@ -288,7 +288,7 @@ class SpeculationController:
             begin = self.costs.seconds(len(rows), missing, *size) if begins else 0.0
             return took + self.gaps.seconds(load.behind or (waits and k > 0)), begin
 
-        return best_k(odds, left, self._ks, self._depths, seconds, self._min_speed)
+        return best_k(odds, left, self._ks, self._depths, seconds, self.min_speed)
 
     def _held(self, seq: Sequence) -> RowDrafts:
         """Drafts of ``seq`` where the device drafts: what it left, unless its KV lacks something. A guide's masks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -40,7 +42,7 @@ def best(
     min_speed: float = 0.98,
     left: float = 1e6,
     begin: float = 0.0,
-    depths=range(16),
+    depths: Sequence[int] = range(16),
 ) -> int:
     """Where a step costs 1 and each draft of a row ``per_draft``, and to begin ``begin``."""
     seconds = lambda k: (1.0 + per_draft * k * len(odds), begin)  # noqa: E731
