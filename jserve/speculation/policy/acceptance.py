@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 KEEP_REQUEST, KEEP_ALL = 0.95, 0.99
-"""What stays of a count, per draft tried, or per round for offers."""
+"""The share of a count that stays, per draft tried, or per round for offers."""
 PULL, PULL_OFFERS = 8.0, 2.0
 """Tries of its own after which a request's rate counts as much as that of all, and rounds for offers. Fewer of these:
 whether there is anything to copy differs most between texts. More of those: the row with the least acceptance decides
@@ -68,7 +68,7 @@ class Acceptance:
 
 
 class SequenceAcceptance:
-    """What is known of one sequence.
+    """The measured acceptance of one sequence, and the drafts it holds.
 
     A proposal can be compared with the tokens that came, whether they were drafted or not: verification never changes
     a token, so the text without drafts tells exactly which drafts would have been accepted. So acceptance is measured
