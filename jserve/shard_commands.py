@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +21,9 @@ from jserve.progress import start_progress
 from jserve.sampling import SamplingParams
 from jserve.sharding import Sharding
 from jserve.types import Request
+
+if TYPE_CHECKING:
+    from jserve.sizing.compare import Priced
 
 DECODE = 0
 """Number of the step of eight sequences among those that are priced."""
@@ -50,14 +53,16 @@ def bench_shard(
     device: str,
     trace: str,
     *,
+    compiled: bool,
     simulate: bool,
     live: bool,
     plot: Path | None = None,
     as_json: bool,
     console: Any,
 ) -> int:
-    """Print every sharding's prices; if ``simulate``, what ``trace`` comes to on them, and if ``live``, what running it
-    gave. Returns the exit code: 1 where weights are float32 and a sharding drew other tokens than the first one.
+    """Print every sharding's prices; if asked for, what XLA makes of its steps for an H200 (``compiled``), what ``trace``
+    comes to over the prices (``simulate``), and what running it gave (``live``). Returns the exit code: 1 where weights
+    are float32 and a sharding drew other tokens than the first one.
 
     Args:
         plot: an SVG of all of it.
@@ -80,7 +85,12 @@ def bench_shard(
         raise ConfigError("spec: there is none to look at", field="spec")
     model = config.model.model or str(build.shipped())
     shardings = [Sharding.of(spec) for spec in specs]
+    if compiled:
+        from jserve.sizing import compiled as compiler
+
+        compiler.check(device)
     prices = [priced(model, spec, device, dtype=config.model.dtype) for spec in shardings]
+    made = _compiled(config, model, prices, console) if compiled else []
     runs: list[Live] = []
     items = load_trace(trace, config.model.seed) if live or simulate else []
     foreseen = [_simulated(model, spec, device, config, items) for spec in shardings if simulate]
@@ -90,6 +100,7 @@ def bench_shard(
             runs[-1] = _compared(runs[-1], runs[0].answers)
     rows = [
         {"spec": spec, **dataclasses.asdict(price), "sharding": price.sharding.as_mapping()}
+        | ({"compiled": made[i]} if made else {})
         | ({"simulated": foreseen[i]} if foreseen else {})
         | ({"live": _figures(runs[i])} if runs else {})
         for i, (spec, price) in enumerate(zip(specs, prices, strict=True))
@@ -102,6 +113,21 @@ def bench_shard(
     else:
         _print(rows, about, Console(width=None if sys.stdout.isatty() else show.WIDTH))
     return 1 if any(run.n_other and run.dtype == "float32" for run in runs) else 0
+
+
+def _compiled(
+    config: EngineConfig, model: str, prices: Sequence[Priced], console: Any
+) -> list[tuple[dict[str, Any], ...]]:
+    """Of every sharding, the figures of its two steps as XLA compiles them for H200s."""
+    from jserve.sizing.compiled import compiled_steps
+
+    found = []
+    with start_progress(console) as progress:
+        for done, price in enumerate(prices):
+            progress("compile shardings", done, len(prices))
+            found.append(compiled_steps(model, price.sharding, price.device_bytes, config))
+        progress("compile shardings", len(prices), len(prices))
+    return found
 
 
 def _simulated(
@@ -225,10 +251,18 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
             axes[2].invert_yaxis()
 
 
+def _in_short(figures: dict[str, Any]) -> str:
+    """Of a step as compiled."""
+    n = sum(figures["collectives"].values())
+    return f"{n}; {figures['nodes']}; {figures['temp_bytes'] / 2**20:.1f}"
+
+
 def _print(rows: Sequence[dict[str, Any]], about: dict[str, Any], console: Console) -> None:
     table = Table("spec", "weights MiB a device")
     for step in ("8 sequences", "256 prompt tokens"):
         table.add_column(f"{step}: collectives, MiB, ms; step ms", justify="right")
+    if "compiled" in rows[0]:
+        table.add_column("compiled: collectives; nodes; scratch MiB of both steps", justify="right")
     if "simulated" in rows[0]:
         table.add_column("simulated: first token p99 ms, between tokens p99 ms", justify="right")
         table.add_column("output tok/s", justify="right")
@@ -241,6 +275,8 @@ def _print(rows: Sequence[dict[str, Any]], about: dict[str, Any], console: Conso
             f"{s['collectives']}, {s['collective_mib']:.2f}, {s['collective_ms']:.2f}; {s['step_ms']:.2f}"
             for s in row["steps"]
         ] or ["XLA's, not known here"] * 2
+        if made := row.get("compiled"):
+            cells.append("\n".join(map(_in_short, made)))
         if seen := row.get("simulated"):
             cells.append(f"{seen['ttft_p99_ms']:.1f}, {seen['itl_p99_ms']:.2f}")
             cells.append(f"{seen['output_tok_s']:.0f}")
