@@ -60,7 +60,7 @@ def bench_shard(
     as_json: bool,
     console: Any,
 ) -> int:
-    """Print every sharding's prices; if asked for, what XLA makes of its steps for an H200 (``compiled``), what ``trace``
+    """Print every sharding's prices; if asked for, what XLA makes of its steps for H200s (``compiled``), what ``trace``
     comes to over the prices (``simulate``), and what running it gave (``live``). Returns the exit code: 1 where weights
     are float32 and a sharding drew other tokens than the first one.
 
