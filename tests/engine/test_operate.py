@@ -34,13 +34,13 @@ class WeighedRunner(FakeRunner):
     """A fake whose weights are a number: KV and draws depend on it. With ``strict`` no row may read KV of other
     weights; else only a sequence that read it before they changed."""
 
-    def __init__(self, limits: Any = LIMITS, *, strict: bool = True) -> None:
+    def __init__(self, limits: Any = LIMITS, *, strict: bool = True, step_s: float = 0.0) -> None:
         self.weights, self.strict = 0, strict
         self.gone = ""
         """As ``LiveWeights.weights_fault``."""
         self.asleep: set[str] = set()
         self.seen: dict[tuple[str, int], set[tuple[int, int, int]]] = defaultdict(set)
-        super().__init__(limits)
+        super().__init__(limits, step_s=step_s)
 
     def reset(self) -> None:
         super().reset()
@@ -115,8 +115,9 @@ def next_token(request: Request, tokens: list[int], weights: int) -> int:
     return fresh.model.draw(seen, n, 0, request.params, (), 0)
 
 
-def engine_of(overlap: int = 1, *, strict: bool = True, **more: Any) -> Engine:
-    return Engine(Scheduler(LIMITS, CONFIG, **more), WeighedRunner(strict=strict), overlap=overlap)
+def engine_of(overlap: int = 1, *, strict: bool = True, step_s: float = 0.0, **more: Any) -> Engine:
+    runner = WeighedRunner(strict=strict, step_s=step_s)
+    return Engine(Scheduler(LIMITS, CONFIG, **more), runner, overlap=overlap)
 
 
 def ask(engine: Engine, action: Any, **fields: Any) -> Control:
@@ -348,7 +349,9 @@ def test_a_journal_with_other_weights_replays(seed: int, tmp_path: Any) -> None:
 async def test_an_engine_in_a_thread_takes_arrays_and_its_outputs_are_not_merged_across_versions() -> (
     None
 ):
-    engine = AsyncEngine(lambda: InprocClient(CONFIG, lambda *_: (engine_of(strict=False), {})))
+    # Slow steps, so that the pause comes amid the answer however busy this machine is.
+    made = engine_of(strict=False, step_s=0.02)
+    engine = AsyncEngine(lambda: InprocClient(CONFIG, lambda *_: (made, {})))
     await engine.start()
     try:
         params = SamplingParams(temperature=0, max_tokens=50)
