@@ -31,7 +31,7 @@ from jserve.build import shipped
 
 READY_S = 600.0
 SETTLE_S = 2.0
-POOL_GIB = 0.25
+POOL_GIB = 0.5
 """A pool of a fixed size, so that the programs of two machines are the same."""
 WEIGHTS = re.compile(r"^jserve:weight_form_bytes\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 err = Console(stderr=True, highlight=False)
