@@ -20,13 +20,16 @@ from jserve.errors import ConfigError
 from jserve.progress import start_progress
 from jserve.sampling import SamplingParams
 from jserve.sharding import Sharding
+from jserve.sizing.explain import BUCKETS
 from jserve.types import Request
 
 if TYPE_CHECKING:
     from jserve.sizing.compare import Priced
 
-DECODE = 0
-"""Number of the step of eight sequences among those that are priced."""
+DECODE, ROWS = 0, BUCKETS[0].D
+"""Number of the step of eight sequences among those that are priced, and its sequences."""
+PACED_TOKENS = 48
+"""Of each sequence whose tokens are timed."""
 Answers = dict[str, tuple[int, ...]]
 """Id of a request -> the tokens that it drew."""
 
@@ -39,7 +42,7 @@ class Live:
     wall_s: float
     n_drawn: int
     step_ms: float
-    """Measured at start: of the step of most decode rows."""
+    """Between two tokens of a sequence where each group decodes as many as the priced step has: a median."""
     dtype: str
     """Of the weights."""
     first_other: str = ""
@@ -163,18 +166,30 @@ def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console
                 raise ConfigError(f"{out.request_id}: {out.error}", field="trace")
             drawn[out.request_id] = (*drawn.get(out.request_id, ()), *out.token_ids)
         wall_s = time.monotonic() - began
+        step_ms = _step_ms(engine, min(ROWS, limits.n_slots) * sharding.dp, limits.max_model_len)
     finally:
         build.close(engine)
-    decode = [t for t in limits.step_times if not t.n_prefill and t.width == 1]
-    most = max(decode, key=lambda t: (t.n_decode, -t.n_context))
     n_drawn = sum(map(len, drawn.values()))
     return Live(
         answers=drawn,
         wall_s=wall_s,
         n_drawn=n_drawn,
-        step_ms=most.seconds * 1e3,
+        step_ms=step_ms,
         dtype=info["dtype"],
     )
+
+
+def _step_ms(engine: Any, n_sequences: int, longest: int) -> float:
+    """The median time from one token to the next of so many sequences that decode at once."""
+    n_tokens = min(PACED_TOKENS, longest - 1)
+    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
+    for i in range(n_sequences):
+        engine.submit(Request(id=f"paced-{i}", prompt_ids=(i % 7,), params=params))
+    came: dict[str, list[float]] = {}
+    for out in engine.drain():
+        came.setdefault(out.request_id, []).extend([time.monotonic()] * len(out.token_ids))
+    gaps = [np.diff(times[n_tokens // 4 :]) for times in came.values()]
+    return float(np.median(np.concatenate(gaps))) * 1e3
 
 
 def _requests(items: Sequence[Any], vocab: int, longest: int) -> list[Request]:
@@ -248,7 +263,7 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         axes[0].legend()
         if live:
             axes[2].barh(specs, [row["live"]["step_ms"] for row in rows], color="grey")
-            axes[2].set(xlabel="ms, a full step of decode rows here")
+            axes[2].set(xlabel="ms, 8 sequences, here")
             axes[2].invert_yaxis()
 
 
