@@ -186,8 +186,9 @@ def _step_ms(engine: Any, n_sequences: int, longest: int) -> float:
     for i in range(n_sequences):
         engine.submit(Request(id=f"paced-{i}", prompt_ids=(i % 7,), params=params))
     came: dict[str, list[float]] = {}
-    for out in engine.drain():
-        came.setdefault(out.request_id, []).extend([time.monotonic()] * len(out.token_ids))
+    while engine.busy:
+        for out in engine.step():
+            came.setdefault(out.request_id, []).extend([time.monotonic()] * len(out.token_ids))
     gaps = [np.diff(times[n_tokens // 4 :]) for times in came.values()]
     return float(np.median(np.concatenate(gaps))) * 1e3
 
