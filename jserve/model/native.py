@@ -103,7 +103,7 @@ def gate_up(x_TD: jax.Array, w_2FD: jax.Array) -> jax.Array:
     )
 
 
-MOST_ASSIGNMENTS = 4096
+MOST_ASSIGNMENTS = 16384
 """Of tokens to experts, in one product."""
 
 
