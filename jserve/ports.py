@@ -60,6 +60,8 @@ class RunnerLimits:
     what it is asked, which raises ValueError."""
     kv_names: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     """Of those that change KV, the text that names what is asked in the KV's key."""
+    prompt_features: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    """Of those that give values of prompt tokens too, whether what is asked wants them."""
     picks: int = 0
     """Most ids of ``logprob_token_ids``; 0 refuses it (programs cannot look at named ids)."""
     n_vocab_rows: int = 1 << 30

@@ -191,7 +191,7 @@ class ModelRunner:
         out = self._run(batch)
         # Only now: the time of a step is the device's alone, whether or not another step hides the host's.
         now = self._clock()
-        for array in results.wanted(batch, out):
+        for array in results.wanted(plan, batch, out):
             array.copy_to_host_async()
         handle = _Launched(batch=batch, out=out, leaving=leaving)
         return InFlight(plan=plan, launched=now, handle=handle)

@@ -14,7 +14,7 @@ from jserve.sched import sampled
 from jserve.sched.admission import constraints
 from jserve.sched.admission.estimate import FinishIntervals
 from jserve.sched.guided import apply_verdict
-from jserve.sched.prompt_scores import PromptScores
+from jserve.sched.prompt_scores import PromptScores, PromptValues
 from jserve.sched.resources import Resources
 from jserve.sched.stats import LaneCounts
 from jserve.speculation.policy.controller import SpeculationController
@@ -48,6 +48,7 @@ class Finalizer:
         resources: queue, running sequences, and the cache that pages are published to.
         speculation: sees every token.
         scores: the log-probabilities of prompts, until they are sent.
+        prompt_values: likewise what step features give their tokens.
         finish_intervals: records when an admitted sequence finishes.
         groups: the sequences of every live request; a request goes with the last of them.
         counts: finished sequences by lane.
@@ -62,6 +63,7 @@ class Finalizer:
         resources: Resources,
         speculation: SpeculationController,
         scores: PromptScores,
+        prompt_values: PromptValues,
         finish_intervals: FinishIntervals,
         groups: MutableMapping[str, list[Sequence]],
         counts: Mapping[Lane, LaneCounts],
@@ -69,7 +71,8 @@ class Finalizer:
         vocab_size: int,
         journal: Journal | None,
     ) -> None:
-        self.resources, self.speculation, self.scores = resources, speculation, scores
+        self.resources, self.speculation = resources, speculation
+        self.scores, self.prompt_values = scores, prompt_values
         self.finish_intervals = finish_intervals
         self.groups, self.counts, self.remember = groups, counts, remember
         self.vocab_size, self.journal = vocab_size, journal
@@ -140,6 +143,8 @@ class Finalizer:
             return self._end_nonfinite(seq, drawn, now)
         if row.targets:
             self.scores.add(seq, result.prompt[r])
+        for name in row.prompt_features:
+            self.prompt_values.add(seq, name, row.start, result.prompt_extra[name][r])
         if row.emits:
             return self._take(seq, drawn, result, r, len(row.drafts), now)
         self._publish(seq, row.start + row.count)
@@ -170,6 +175,7 @@ class Finalizer:
             self._publish(seq, n_sound)
         self.speculation.took(seq, taken)
         scores = self.scores.take(seq) if first else None
+        prompt_extra = self.prompt_values.take(seq) if first else None
         logprobs = sampled.logprobs_of(seq, result, row, len(taken))
         extra = sampled.extra_of(seq, result, row, len(taken))
         if seq.finish is not None:
@@ -183,6 +189,7 @@ class Finalizer:
             logprobs=logprobs,
             extra=extra,
             prompt_logprobs=scores,
+            prompt_extra=prompt_extra,
             finish=seq.finish,
             stop_reason=seq.stop_reason,
             n_cached=seq.n_cached,

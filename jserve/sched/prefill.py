@@ -8,7 +8,7 @@ from jserve.sched.cache.prefix_wait import PrefixWaits
 from jserve.sched.guided import lacks_mask
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.recovery.bisection import FaultBisection
-from jserve.sched.resources import Resources, owes_scores
+from jserve.sched.resources import Resources, owes_prompt
 from jserve.types import Sequence
 
 
@@ -74,7 +74,7 @@ class PrefillPlanner:
                 continue
             if seq.n_output and seq.scheduled >= seq.n_prompt:
                 builder.load(seq)  # the device counts what it draws, and forced tokens it did not
-            builder.prefill(seq, score=owes_scores(seq))
+            builder.prefill(seq, owed=owes_prompt(seq))
 
     def _admit(self, builder: PlanBuilder, step: int, now: float) -> None:
         """Admit candidates from the queue while slots, rows, budget and pages last."""
@@ -91,7 +91,7 @@ class PrefillPlanner:
                 continue
             if self.resources.enter(seq):
                 builder.load(seq)
-                builder.prefill(seq, score=owes_scores(seq))
+                builder.prefill(seq, owed=owes_prompt(seq))
             elif not candidates.skip_blocked(seq):
                 return
 

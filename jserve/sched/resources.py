@@ -218,7 +218,7 @@ class Resources:
 
     def preempt(self, seq: Sequence) -> None:
         """Preempt ``seq``: it requeues with its tokens and seed; results in flight still apply."""
-        if not owes_scores(seq):
+        if not owes_prompt(seq):
             self.swap_policy.leave(seq)
         self._requeue(seq)
         seq.n_preempted += 1
@@ -308,14 +308,16 @@ class Resources:
         seq.lease, seq.slot = None, -1
 
 
-def owes_scores(seq: Sequence) -> bool:
-    """True while the log-probabilities of the prompt are still to be sent."""
-    return seq.request.params.prompt_logprobs is not None and seq.n_output == 0
+def owes_prompt(seq: Sequence) -> bool:
+    """True while log-probabilities or values of the prompt are still to be sent."""
+    asked = seq.request.params.prompt_logprobs is not None or bool(seq.prompt_features)
+    return asked and seq.n_output == 0
 
 
 def reuses_cache(seq: Sequence) -> bool:
-    """A prompt that is scored must be computed in full, so it takes nothing from the cache."""
-    return not seq.request.skip_prefix_cache and not owes_scores(seq)
+    """A prompt that is scored, or has values of its tokens, must be computed in full: it takes nothing from the
+    cache."""
+    return not seq.request.skip_prefix_cache and not owes_prompt(seq)
 
 
 def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Resources:

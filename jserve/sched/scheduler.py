@@ -36,7 +36,7 @@ from jserve.sched.decode import DecodePlanner
 from jserve.sched.finalize import Finalizer
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.prefill import PrefillPlanner
-from jserve.sched.prompt_scores import PromptScores
+from jserve.sched.prompt_scores import PromptScores, PromptValues
 from jserve.sched.recovery.bisection import FaultBisection
 from jserve.sched.recovery.deadlock import DeadlockGuard
 from jserve.sched.resources import resources_of
@@ -103,12 +103,14 @@ class Scheduler:
             self.resources, self.gate, self.prefix_waits, self.disk_waits, self.bisection
         )
         self.deadlock = DeadlockGuard(self.prefill_planner)
-        self.deadlines, self.scores = Deadlines(), PromptScores()
+        self.deadlines = Deadlines()
+        self.scores, self.prompt_values = PromptScores(), PromptValues()
         self.counts = {lane: LaneCounts() for lane in Lane}
         self.finalizer = Finalizer(
             resources=self.resources,
             speculation=self.speculation,
             scores=self.scores,
+            prompt_values=self.prompt_values,
             finish_intervals=self.gate.finish_intervals,
             groups=self.groups,
             counts=self.counts,
@@ -117,6 +119,7 @@ class Scheduler:
                 self.disk_waits,
                 self.speculation,
                 self.scores,
+                self.prompt_values,
                 self.deadlines,
                 self.demand,
             ),
@@ -357,6 +360,7 @@ class Scheduler:
             stop_ids=sampled.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
             min_len=n_prompt + params.min_tokens,
             guide=self._guide(request, index, said, max_len - n_prompt),
+            prompt_features=admission.prompt_features_of(params, self.limits),
             plain=request.cache is None and not params.shows_more,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,

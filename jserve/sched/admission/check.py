@@ -156,6 +156,12 @@ def kv_name_of(params: SamplingParams, limits: RunnerLimits) -> str:
         return ""
 
 
+def prompt_features_of(params: SamplingParams, limits: RunnerLimits) -> tuple[str, ...]:
+    """The step features whose values of prompt tokens checked parameters ask for."""
+    asked = params.extra_args
+    return tuple(n for n, wants in limits.prompt_features.items() if n in asked and wants(asked[n]))
+
+
 def _check_service(request: Request) -> None:
     """Lane and deadlines, which every door takes from its client."""
     if request.lane not in _LANES:

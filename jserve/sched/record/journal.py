@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import IO, Any
 
@@ -204,6 +204,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
     rank: Array | None = None
     picked: Array | None = None
     extra: dict[str, dict[int, list[Any]]] = {}
+    prompt_extra: dict[str, dict[int, list[Any]]] = {}
 
     def result(self) -> StepResult:
         return StepResult(
@@ -217,6 +218,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
             picked_RJK=None if self.picked is None else self.picked.numpy(),
             prompt={r: _scores_of(s) for r, s in self.prompt.items()},
             extra=self.extra,
+            prompt_extra=self.prompt_extra,
             device_us=self.device_us,
         )
 
@@ -342,10 +344,8 @@ class JournalFile:
                 rank=Array.of(result.rank_RJ),
                 picked=Array.of(result.picked_RJK),
                 prompt={r: _logged_scores(s) for r, s in result.prompt.items()},
-                extra={
-                    name: {r: list(values) for r, values in rows.items()}
-                    for name, rows in result.extra.items()
-                },
+                extra=_listed(result.extra),
+                prompt_extra=_listed(result.prompt_extra),
                 device_us=result.device_us,
             )
         )
@@ -365,6 +365,10 @@ class JournalFile:
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")
+
+
+def _listed(extra: Mapping[str, Mapping[int, Seq[Any]]]) -> dict[str, dict[int, list[Any]]]:
+    return {name: {r: list(values) for r, values in rows.items()} for name, rows in extra.items()}
 
 
 def _array(array: np.ndarray) -> Array:
