@@ -58,8 +58,8 @@ class RunnerLimits:
     features: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
     """Registered step features that programs have: what ``extra_args`` may name, each with the check of
     what it is asked, which raises ValueError."""
-    kv_names: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
-    """Of those that change KV, the text that names what is asked in the KV's key."""
+    kv_names: Mapping[str, Callable[[Any, int], str]] = field(default_factory=dict)
+    """Of those that change KV, the text that names what is asked, of a prompt of so many tokens, in the KV's key."""
     prompt_features: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     """Of those that give values of prompt tokens too, whether what is asked wants them."""
     picks: int = 0

@@ -64,8 +64,8 @@ class StepFeature:
     On the host, in numpy:
     check:  (what a request asks of it in ``extra_args``) -> None; raises ValueError where ``pack`` could
             not take it, and the request is refused with that message. By default all is taken.
-    kv_name: (what a request asks, once checked) -> a text that names its part in the KV of that request: other texts,
-            other KV, and pages are shared within one text only. None: KV is as without it.
+    kv_name: (what a request asks, once checked; tokens of its prompt) -> a text that names its part in the KV of that
+            request: other texts, other KV, and pages are shared within one text only. None: KV is as without it.
     of_prompt: (what a request asks, once checked) -> whether it wants the values of its prompt's tokens, which
             ``after_prompt`` gives, too. Such a prompt is computed in full, without what the prefix cache knows of it,
             and the values go to ``RequestOutput.prompt_extra``. None: no request does.
@@ -85,7 +85,7 @@ class StepFeature:
     writes: tuple[str, ...] = field(compare=False, default=())
     edit: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
     logits: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
-    kv_name: Callable[[Any], str] | None = field(compare=False, default=None)
+    kv_name: Callable[[Any, int], str] | None = field(compare=False, default=None)
     of_prompt: Callable[[Any], bool] | None = field(compare=False, default=None)
     after_prompt: Callable[[Target, StepOutcome], jax.Array] | None = field(
         compare=False, default=None

@@ -145,14 +145,15 @@ class Scheduler:
         request = self.with_kv_name(request)
         if self.journal is not None:
             self.journal.arrival(request, now)
-        self.enqueue(self.resources.retention.with_prefix(request), now)
+        whole = self.resources.retention.with_prefix(request)
+        self.enqueue(request if whole is request else self.with_kv_name(whole), now)
 
     def with_kv_name(self, request: Request) -> Request:
         """``request`` with the name of what its step features change of its KV, whatever name it came with. What a
         feature refuses is refused by ``check``."""
         if not request.kv_name and not (request.params.extra_args and self.limits.kv_names):
             return request
-        return replace(request, kv_name=admission.kv_name_of(request.params, self.limits))
+        return replace(request, kv_name=admission.kv_name_of(request, self.limits))
 
     def check(self, request: Request) -> int:
         """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""

@@ -17,7 +17,7 @@ from jserve.errors import ConfigError
 from jserve.ports import RunnerLimits
 from jserve.sched.record.journal import JournalFile, Started
 
-Functions = Mapping[str, Callable[[Any], Any]]
+Functions = Mapping[str, Callable[..., Any]]
 FUNCTIONS = ("features", "kv_names", "prompt_features")
 """Limits that are functions by name: names are written."""
 
