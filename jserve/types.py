@@ -174,6 +174,8 @@ class Sequence:
     """True: its request wants of a token no more than the id, and keeps no cache handle."""
     prompt_features: tuple[str, ...] = ()
     """Step features whose values of each prompt token its request wants."""
+    old_weights: bool = False
+    """It ends under the weights of before the last update (``sched.versions``)."""
     n_cached: int = 0
     """Prompt tokens that came from the prefix cache at first admission."""
     n_preempted: int = 0
@@ -283,6 +285,8 @@ class StepPlan:
     """The tables of groups of layers, where pages belong to those: int32[groups, R, m] of each reach, of which
     ``page_table_RM`` is the first group's. Position p lies in column ``p // page_size % m``; of all reaches but the
     first m is the same in every plan."""
+    old_weights: bool = False
+    """All rows are of sequences that end under the weights of before, which the runner still has."""
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row at the end of this step, in
     place of those it held; at most ``RunnerLimits.device_drafts``. 0: it does not run, sees nothing of

@@ -17,9 +17,9 @@ from jserve.sched.guided import apply_verdict
 from jserve.sched.prompt_scores import PromptScores, PromptValues
 from jserve.sched.resources import Resources
 from jserve.sched.stats import LaneCounts
+from jserve.sched.versions import WeightVersions
 from jserve.speculation.policy.controller import SpeculationController
 from jserve.types import (
-    FIRST_WEIGHTS,
     Finish,
     Lane,
     Output,
@@ -49,6 +49,7 @@ class Finalizer:
         speculation: sees every token.
         scores: the log-probabilities of prompts, until they are sent.
         prompt_values: likewise what step features give their tokens.
+        versions: of the weights that draw; outputs carry them.
         finish_intervals: records when an admitted sequence finishes.
         groups: the sequences of every live request; a request goes with the last of them.
         counts: finished sequences by lane.
@@ -64,6 +65,7 @@ class Finalizer:
         speculation: SpeculationController,
         scores: PromptScores,
         prompt_values: PromptValues,
+        versions: WeightVersions,
         finish_intervals: FinishIntervals,
         groups: MutableMapping[str, list[Sequence]],
         counts: Mapping[Lane, LaneCounts],
@@ -76,8 +78,7 @@ class Finalizer:
         self.finish_intervals = finish_intervals
         self.groups, self.counts, self.remember = groups, counts, remember
         self.vocab_size, self.journal = vocab_size, journal
-        self.weights = FIRST_WEIGHTS
-        """The version of those that draw; outputs carry it."""
+        self.versions = versions
         self.n_nonfinite = 0
         """Counter: sequences that ended because their logits were not finite."""
 
@@ -86,7 +87,7 @@ class Finalizer:
     ) -> list[Output]:
         """Advance the sequence of every row of ``plan``; returns one output per row that advanced a live one."""
         outputs: list[Output] = []
-        drafts = self.speculation.on
+        drafts, version = self.speculation.on, self.versions.version
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
         rows = zip(seqs, plan.rows, range(len(seqs)), *columns, strict=True)
         for seq, row, r, drawn, n_ok, finite in rows:
@@ -119,7 +120,7 @@ class Finalizer:
                         token_ids=(drawn[0],),
                         n_cached=seq.n_cached,
                         attempt=seq.request.attempt,
-                        weights=self.weights,
+                        weights=self.versions.of(seq) if seq.old_weights else version,
                     )
                 )
                 continue
@@ -195,7 +196,7 @@ class Finalizer:
             n_cached=seq.n_cached,
             seed=seq.seed if first else None,
             attempt=seq.request.attempt,
-            weights=self.weights,
+            weights=self.versions.of(seq),
         )
 
     def _publish(self, seq: Sequence, n_sound: int) -> None:
@@ -230,7 +231,7 @@ class Finalizer:
             n_cached=seq.n_cached,
             seed=seq.seed if seq.n_output == 0 else None,
             attempt=seq.request.attempt,
-            weights=self.weights,
+            weights=self.versions.of(seq),
         )
 
     def _end_nonfinite(self, seq: Sequence, drawn: list[int], now: float) -> Output:

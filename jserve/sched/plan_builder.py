@@ -183,7 +183,7 @@ class PlanBuilder:
                 )
             )
 
-    def freeze(self, step: int, cache: Cache) -> StepPlan:
+    def freeze(self, step: int, cache: Cache, *, old_weights: bool = False) -> StepPlan:
         """The plan, with the current page table."""
         rows, longest = self.rows, self.longest() + self.n_draft
         slots = [row.slot for row in rows]
@@ -194,5 +194,6 @@ class PlanBuilder:
             moves=cache.moves(step),
             page_table_RM=cache.snapshot(slots, longest),
             group_tables=cache.group_tables(slots, longest),
+            old_weights=old_weights,
             n_draft=self.n_draft,
         )

@@ -9,6 +9,7 @@ from jserve.sched.guided import lacks_mask
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.recovery.bisection import FaultBisection
 from jserve.sched.resources import Resources, owes_prompt
+from jserve.sched.versions import WeightVersions
 from jserve.types import Sequence
 
 
@@ -18,6 +19,7 @@ class PrefillPlanner:
     Args:
         resources: the wait queue, the running sequences, and what they hold.
         gate: its cap bounds the prefill tokens of a step.
+        versions: says whose turn it is.
         prefix_waits, disk_waits, bisection: the reasons for which a sequence stays in the queue.
     """
 
@@ -28,13 +30,15 @@ class PrefillPlanner:
         prefix_waits: PrefixWaits,
         disk_waits: DiskWaits,
         bisection: FaultBisection,
+        versions: WeightVersions,
     ) -> None:
-        self.resources, self.gate = resources, gate
+        self.resources, self.gate, self.versions = resources, gate, versions
         self.prefix_waits, self.disk_waits, self.bisection = prefix_waits, disk_waits, bisection
 
     def fill(self, builder: PlanBuilder, step: int, now: float) -> None:
         """Add the rows: running sequences first, then admitted ones. ``step`` counts plans."""
-        begun = [seq for seq in self.resources.running if seq.scheduled < seq.given]
+        running = self.versions.running(self.resources.running)
+        begun = [seq for seq in running if seq.scheduled < seq.given]
         waiting = len(self.resources.waiting) > 0
         if begun or (waiting and not self.resources.full):
             self._go_on(builder, begun)
@@ -87,7 +91,7 @@ class PrefillPlanner:
                 self.resources.vocab_rows.refuse(seq)
                 candidates.skip(seq)
                 continue
-            if self.held_back(seq, step) or lacks_mask(seq):
+            if self.versions.waits(seq) or self.held_back(seq, step) or lacks_mask(seq):
                 continue
             if self.resources.enter(seq):
                 builder.load(seq)

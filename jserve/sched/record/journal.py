@@ -96,6 +96,7 @@ class Decision(msgspec.Struct, frozen=True):
     moves: tuple[tuple[int, int, bool], ...] = ()
     """(page, host page, out) each."""
     n_draft: int = 0
+    old_weights: bool = False
     vocab_rows: tuple[int, ...] = ()
     """Of the loads, each as ``SlotLoad.vocab_row``."""
 
@@ -110,6 +111,7 @@ class Decision(msgspec.Struct, frozen=True):
             pages=_checksum(plan),
             moves=tuple((move.page, move.host, move.out) for move in plan.moves),
             n_draft=plan.n_draft,
+            old_weights=plan.old_weights,
             vocab_rows=tuple(load.vocab_row for load in plan.loads),
         )
 
@@ -264,6 +266,8 @@ class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
     keep: bool
     name: str = ""
     """In the names of pages."""
+    beside: bool = False
+    """All sequences of before end under the old weights."""
 
 
 Handled = Created | Renewed | Dropped
@@ -360,8 +364,8 @@ class JournalFile:
     def recover(self, now: float, error: str) -> None:
         self._write(Recovered(now=now, error=error))
 
-    def weights(self, now: float, version: str, name: str, keep: bool) -> None:
-        self._write(Reweighed(now=now, version=version, name=name, keep=keep))
+    def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None:
+        self._write(Reweighed(now=now, version=version, name=name, keep=keep, beside=beside))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")
