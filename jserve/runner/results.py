@@ -60,7 +60,7 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
 
 
 def _of_prompts(plan: StepPlan, out: StepOut) -> dict[str, dict[int, list[Any]]]:
-    """What step features give prompt tokens, by name and row."""
+    """The values that step features give prompt tokens, by name and row."""
     found: dict[str, dict[int, list[Any]]] = {}
     first = 0
     for i, row in enumerate(plan.rows):

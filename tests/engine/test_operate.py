@@ -296,7 +296,7 @@ def test_beside_the_new_ones_those_of_before_end_under_the_old_weights(
         refused += sum(a.error_code == "operation_pending" for a in engine.take_answers())
         engine.scheduler.resources.check()
     assert engine.scheduler.counters()["step_faults_total"] == 0, "an assertion of the runner"
-    assert engine.n_updates > 1
+    assert engine.n_updates
     assert refused
     pairs = [*pairwise(runner.turns)]
     assert (True, False) in pairs

@@ -172,7 +172,7 @@ class ChatReply:
 
 
 def _extra(part: TextPiece | Whole) -> Json:
-    """What step features gave, where they gave anything."""
+    """The values of step features, where they gave any."""
     found = {"extra": part.extra, "prompt_extra": part.prompt_extra}
     return {name: values for name, values in found.items() if values}
 

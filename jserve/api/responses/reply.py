@@ -223,7 +223,7 @@ class ResponseReply:
         } | (self._given() if over else {})
 
     def _given(self) -> Json:
-        """What step features gave, where they gave anything."""
+        """The values of step features, where they gave any."""
         found = {"extra": self._extra, "prompt_extra": self._prompt_extra}
         return {name: values for name, values in found.items() if values}
 

@@ -137,7 +137,9 @@ class _Steering:
     def kv_name(self, asked: Any, n_prompt: int) -> str:
         found = hashlib.blake2b(repr((self.mode, self.points)).encode(), digest_size=16)
         for change in self._changes(asked, n_prompt):
-            numbers = np.float32(change.strength).tobytes() + np.int32(change.at).tobytes()
+            numbers = (
+                np.float32(change.strength).tobytes() + np.array(change.at, np.int32).tobytes()
+            )
             found.update(numbers + change.vector_D.tobytes())
         return found.hexdigest()
 
