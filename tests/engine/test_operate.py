@@ -338,6 +338,7 @@ def test_with_two_versions_new_requests_start_at_once(overlap: int) -> None:
     outputs += engine.drain()
     order = [(out.request_id, out.weights) for out in outputs if out.finish is not None]
     assert order == [("short", "five"), ("long", "0")]
+    assert {(out.request_id, out.weights) for out in outputs} == {*order}
     tokens, _ = by_choice(outputs)["long", 0]
     assert tokens == by_choice(alone(long))["long", 0][0]
     assert (runner.old, engine.beside) == (None, False)

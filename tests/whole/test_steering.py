@@ -22,6 +22,7 @@ from jserve.model.features import register_feature
 from jserve.model.hand import step_model
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, buffer_size
+from jserve.sched.cache import handles as caching
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
 from tests.fleet.fakes import LIMITS
@@ -217,6 +218,17 @@ def test_a_name_that_a_request_came_with_is_not_taken() -> None:
     assert scheduler.with_kv_name(plain).kv_name == ""
     asked = replace(plain, params=SamplingParams(extra_args={"echo": 2}))
     assert scheduler.with_kv_name(asked).kv_name == "echo:2/1"
+
+
+def test_with_a_named_cache_the_name_counts_its_tokens_too() -> None:
+    limits = replace(LIMITS, kv_names={"echo": lambda asked, n_prompt: f"{asked}/{n_prompt}"})
+    scheduler = Scheduler(limits, EngineConfig.of(max_num_seqs=2, max_num_batched_tokens=32))
+    asked = SamplingParams(extra_args={"echo": 2}, max_tokens=2)
+    first = Request(id="made", prompt_ids=tuple(range(16)), params=asked, cache="c")
+    caching.create(scheduler, first, 60.0, 0.0)
+    scheduler.submit(replace(first, id="user", prompt_ids=tuple(range(16, 32))), 0.0)
+    (seq,) = scheduler.groups["user"]
+    assert (seq.n_prompt, seq.request.kv_name) == (32, "echo:2/32")
 
 
 @pytest.mark.parametrize(
