@@ -68,7 +68,16 @@ def _random_request(rng: random.Random, id: str, drive: Drive):
         return turn if len(turn.prompt_ids) < 40 else request(id, [1, 2, 3])
     prompt = [*rng.choice([[1, 2, 3, 4] * 2, [1, 2, 3, 4], [5] * 8])[: rng.choice([4, 8])]]
     prompt += [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 5))]
-    extras = rng.choice([{}, {}, {"frequency_penalty": 1.0}, {"prompt_logprobs": 1}, {"n": 2}])
+    extras = rng.choice(
+        [
+            {},
+            {},
+            {"frequency_penalty": 1.0},
+            {"prompt_logprobs": 1},
+            {"extra_args": {"echo": "prompt"}},
+            {"n": 2},
+        ]
+    )
     wanted = rng.choice([1, 4, 12, 25])
     return request(id, prompt, eos=(3,), max_tokens=wanted, temperature=1.0, **extras)
 
@@ -194,7 +203,7 @@ def readmitted_with_rows_in_flight(patch):
         for seq in list(self.resources.waiting):
             if self._may_admit(draft) and self.resources.enter(seq):
                 draft.load(seq)
-                draft.prefill(seq, score=resources.owes_scores(seq))
+                draft.prefill(seq, owed=resources.owes_prompt(seq))
 
     patch.setattr(PrefillPlanner, "_admit", admit)
 
