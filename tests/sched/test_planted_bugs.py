@@ -105,8 +105,8 @@ def tail_page_freed_one_step_early(patch):
     freeze, release = PlanBuilder.freeze, PageCache.release
     early = {}
 
-    def freeze_and_free(self, step, cache):
-        plan = freeze(self, step, cache)
+    def freeze_and_free(self, step, cache, **how):
+        plan = freeze(self, step, cache, **how)
         for seq in self.seqs:
             lease, last_but_one = seq.lease, len(seq.tokens) + seq.in_flight == seq.max_len - 1
             if last_but_one and lease not in early and lease.n_published < len(lease.pages):
