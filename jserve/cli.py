@@ -502,6 +502,9 @@ def shard(
     device: Annotated[
         str, typer.Option(help="whose rates price it: h100, h200, b200, cpu")
     ] = "h200",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="also compile both steps without a GPU (CUDA wheels)")
+    ] = False,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="also serve the trace over those prices")
     ] = False,
@@ -521,8 +524,8 @@ def shard(
     from jserve.shard_commands import bench_shard
 
     asked = (config, spec or [], device, trace)
-    how = {"simulate": simulate, "live": live, "plot": plot, "as_json": as_json}
-    raise typer.Exit(bench_shard(*asked, **how, console=err))
+    how = {"compiled": compiled, "simulate": simulate, "live": live, "plot": plot}
+    raise typer.Exit(bench_shard(*asked, **how, as_json=as_json, console=err))
 
 
 @app.command()

@@ -25,6 +25,8 @@ class EngineState:
     """Of "kv" and "weights", what is on no device."""
     held: int
     """Requests that wait because of either."""
+    ending: int = 0
+    """Sequences that end under the weights of before (``running="beside"``)."""
     seconds: float = 0.0
     """The time that new weights took, once all that was in flight had landed."""
 
@@ -71,7 +73,9 @@ class Operations(ABC):
                 host memory.
             version: their name in outputs (``CompletionOutput.weight_versions``); by default the number of the update.
             running: what becomes of running requests: "recompute" (their KV anew), "mix" (they go on with the KV of
-                the old weights), "finish" (they end first, under the old ones), "abort".
+                the old weights), "finish" (they end first, under the old ones), "beside" (they end under the old
+                ones, which stay in memory so long, while new ones run under the new ones, step by step in turns),
+                "abort".
             partial: parameters that ``source`` lacks keep their values.
             donate: delete the jax arrays of a tree afterwards.
             alias: use the jax arrays of a tree themselves, which must have the engine's dtype and shardings: no copy is
@@ -83,8 +87,10 @@ class Operations(ABC):
 
         Raises:
             WeightsError: a leaf is missing, unknown, deleted or of another shape or kind; ``field`` is
-                ``params.<path>``. The old weights stay, and requests go on.
-            BadRequest: ``running`` is none of these; the weights are asleep.
+                ``params.<path>``. With "beside", a drafter or moving experts, or no room for a second copy: ``field``
+                is ``running``. The old weights stay, and requests go on.
+            BadRequest: ``running`` is none of these; the weights are asleep; requests still end under the weights
+                of before.
         """
         return self._operate(
             action="update_weights",

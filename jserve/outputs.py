@@ -79,6 +79,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[Logprobs | None] | None = None
     """One entry per prompt token, the first None; None where the request asks for none."""
+    prompt_extra: dict[str, list[Any]] = field(default_factory=dict)
+    """Name in ``SamplingParams.extra_args`` -> what that step feature gives, one entry per prompt token, where it is
+    asked for that."""
     finished: bool = False
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -124,6 +127,8 @@ class PartialOutput:
             self.output.prompt_logprobs = [
                 None if entry is None else self._by_id(entry) for entry in out.prompt_logprobs
             ]
+        for name, values in (out.prompt_extra or {}).items():
+            self.output.prompt_extra[name] = list(values)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.n_cached)
 
     def _text(self, out: Output, choice: CompletionOutput) -> TextDelta:

@@ -58,8 +58,10 @@ class RunnerLimits:
     features: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
     """Registered step features that programs have: what ``extra_args`` may name, each with the check of
     what it is asked, which raises ValueError."""
-    kv_names: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
-    """Of those that change KV, the text that names what is asked in the KV's key."""
+    kv_names: Mapping[str, Callable[[Any, int], str]] = field(default_factory=dict)
+    """Of those that change KV, the text that names what is asked, of a prompt of so many tokens, in the KV's key."""
+    prompt_features: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    """Of those that give values of prompt tokens too, whether what is asked wants them."""
     picks: int = 0
     """Most ids of ``logprob_token_ids``; 0 refuses it (programs cannot look at named ids)."""
     n_vocab_rows: int = 1 << 30
@@ -164,10 +166,17 @@ class DiskTier(Protocol):
 class LiveWeights(Protocol):
     """The further interface of a runner whose weights and memory an operator may change. Nothing is in flight."""
 
-    def update_weights(self, source: Any, *, partial: bool, donate: bool, alias: bool) -> str:
+    def update_weights(
+        self, source: Any, *, partial: bool, donate: bool, alias: bool, beside: bool = False
+    ) -> str:
         """Copy other weights over those in use, or with ``alias`` use the caller's arrays. A name that no other
-        weights have, "" where there is none. Raises WeightsError or, where there is no such directory, ConfigError; the
-        old ones stay then."""
+        weights have, "" where there is none. With ``beside`` the old ones stay for plans with ``old_weights``, until
+        ``end_beside``. Raises WeightsError or, where there is no such directory, ConfigError; the old ones stay
+        then."""
+        ...
+
+    def end_beside(self) -> None:
+        """No plan with ``old_weights`` comes any more, nor is one in flight."""
         ...
 
     def weights_fault(self) -> str:
@@ -361,4 +370,4 @@ class Journal(Protocol):
 
     def recover(self, now: float, error: str) -> None: ...
 
-    def weights(self, now: float, version: str, name: str, keep: bool) -> None: ...
+    def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None: ...

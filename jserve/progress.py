@@ -29,6 +29,7 @@ UNITS = {
     "load weights": "bytes",
     "quantize": "layers",
     "simulate": "layouts",
+    "compile shardings": "shardings",
     "start replicas": "replicas",
     "score": "tokens",
     "score the reference": "tokens",

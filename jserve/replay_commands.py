@@ -12,7 +12,7 @@ from jserve.errors import ConfigError
 from jserve.plugins import load_plugins
 from jserve.progress import start_progress
 from jserve.sched.record.replay import replay as replayed
-from jserve.sched.record.start import limits_of, read_start
+from jserve.sched.record.start import FUNCTIONS, limits_of, read_start
 
 
 def replay(path: Path, *, device: bool, console: Any) -> str:
@@ -29,8 +29,12 @@ def replay(path: Path, *, device: bool, console: Any) -> str:
         from jserve.model.features import registered  # imports jax
 
         features = list(registered())
-    kv_names = {f.name: f.kv_name for f in features if f.kv_name is not None}
-    limits = limits_of(start, {f.name: f.check for f in features}, kv_names)
+    kinds = {"features": "check", "kv_names": "kv_name", "prompt_features": "of_prompt"}
+    known = {
+        kind: {f.name: made for f in features if (made := getattr(f, name)) is not None}
+        for kind, name in kinds.items()
+    }
+    limits = limits_of(start, known)
     if not device:
         done = replayed(path, limits, config)
         return f"{done.n_events} events, {done.n_steps} steps: every decision as recorded\n"
@@ -66,7 +70,7 @@ def _check_same(recorded: Any, made: Any, weights: str, loaded: str) -> None:
     """Raises ConfigError where plans of one engine are none of the other."""
     if weights and loaded != weights:
         raise ConfigError("model: its weights are others than those of the journal", field="model")
-    measured = ("step_times", "page_move_s", "features", "kv_names")
+    measured = ("step_times", "page_move_s", *FUNCTIONS)
     for name in (f.name for f in dataclasses.fields(recorded) if f.name not in measured):
         then, now = getattr(recorded, name), getattr(made, name)
         if then != now:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -20,10 +20,16 @@ from jserve.errors import ConfigError
 from jserve.progress import start_progress
 from jserve.sampling import SamplingParams
 from jserve.sharding import Sharding
+from jserve.sizing.explain import BUCKETS
 from jserve.types import Request
 
-DECODE = 0
-"""Number of the step of eight sequences among those that are priced."""
+if TYPE_CHECKING:
+    from jserve.sizing.compare import Priced
+
+DECODE, ROWS = 0, BUCKETS[0].D
+"""Number of the step of eight sequences among those that are priced, and its sequences."""
+PACED_TOKENS = 48
+"""Of each sequence whose tokens are timed."""
 Answers = dict[str, tuple[int, ...]]
 """Id of a request -> the tokens that it drew."""
 
@@ -36,7 +42,7 @@ class Live:
     wall_s: float
     n_drawn: int
     step_ms: float
-    """Measured at start: of the step of most decode rows."""
+    """Between two tokens of a sequence where each group decodes as many as the priced step has: a median."""
     dtype: str
     """Of the weights."""
     first_other: str = ""
@@ -50,14 +56,16 @@ def bench_shard(
     device: str,
     trace: str,
     *,
+    compiled: bool,
     simulate: bool,
     live: bool,
     plot: Path | None = None,
     as_json: bool,
     console: Any,
 ) -> int:
-    """Print every sharding's prices; if ``simulate``, what ``trace`` comes to on them, and if ``live``, what running it
-    gave. Returns the exit code: 1 where weights are float32 and a sharding drew other tokens than the first one.
+    """Print every sharding's prices; if asked for, what XLA makes of its steps for H200s (``compiled``), what ``trace``
+    comes to over the prices (``simulate``), and what running it gave (``live``). Returns the exit code: 1 where weights
+    are float32 and a sharding drew other tokens than the first one.
 
     Args:
         plot: an SVG of all of it.
@@ -80,7 +88,12 @@ def bench_shard(
         raise ConfigError("spec: there is none to look at", field="spec")
     model = config.model.model or str(build.shipped())
     shardings = [Sharding.of(spec) for spec in specs]
+    if compiled:
+        from jserve.sizing import compiled as compiler
+
+        compiler.check(device)
     prices = [priced(model, spec, device, dtype=config.model.dtype) for spec in shardings]
+    made = _compiled(config, model, prices, console) if compiled else []
     runs: list[Live] = []
     items = load_trace(trace, config.model.seed) if live or simulate else []
     foreseen = [_simulated(model, spec, device, config, items) for spec in shardings if simulate]
@@ -90,6 +103,7 @@ def bench_shard(
             runs[-1] = _compared(runs[-1], runs[0].answers)
     rows = [
         {"spec": spec, **dataclasses.asdict(price), "sharding": price.sharding.as_mapping()}
+        | ({"compiled": made[i]} if made else {})
         | ({"simulated": foreseen[i]} if foreseen else {})
         | ({"live": _figures(runs[i])} if runs else {})
         for i, (spec, price) in enumerate(zip(specs, prices, strict=True))
@@ -102,6 +116,21 @@ def bench_shard(
     else:
         _print(rows, about, Console(width=None if sys.stdout.isatty() else show.WIDTH))
     return 1 if any(run.n_other and run.dtype == "float32" for run in runs) else 0
+
+
+def _compiled(
+    config: EngineConfig, model: str, prices: Sequence[Priced], console: Any
+) -> list[tuple[dict[str, Any], ...]]:
+    """Of every sharding, the figures of its two steps as XLA compiles them for H200s."""
+    from jserve.sizing.compiled import compiled_steps
+
+    found = []
+    with start_progress(console) as progress:
+        for done, price in enumerate(prices):
+            progress("compile shardings", done, len(prices))
+            found.append(compiled_steps(model, price.sharding, price.device_bytes, config))
+        progress("compile shardings", len(prices), len(prices))
+    return found
 
 
 def _simulated(
@@ -123,7 +152,8 @@ def _simulated(
 
 
 def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console: Any) -> Live:
-    device = dataclasses.replace(config.device, sharding=str(sharding))
+    # No request of a trace has a structure, and programs with masks are a third of what there is to compile.
+    device = dataclasses.replace(config.device, sharding=str(sharding), structured_outputs=False)
     with start_progress(console) as progress:
         engine, info = build.engines(dataclasses.replace(config, device=device), progress)
     try:
@@ -136,18 +166,31 @@ def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console
                 raise ConfigError(f"{out.request_id}: {out.error}", field="trace")
             drawn[out.request_id] = (*drawn.get(out.request_id, ()), *out.token_ids)
         wall_s = time.monotonic() - began
+        step_ms = _step_ms(engine, min(ROWS, limits.n_slots) * sharding.dp, limits.max_model_len)
     finally:
         build.close(engine)
-    decode = [t for t in limits.step_times if not t.n_prefill and t.width == 1]
-    most = max(decode, key=lambda t: (t.n_decode, -t.n_context))
     n_drawn = sum(map(len, drawn.values()))
     return Live(
         answers=drawn,
         wall_s=wall_s,
         n_drawn=n_drawn,
-        step_ms=most.seconds * 1e3,
+        step_ms=step_ms,
         dtype=info["dtype"],
     )
+
+
+def _step_ms(engine: Any, n_sequences: int, longest: int) -> float:
+    """The median time from one token to the next of so many sequences that decode at once."""
+    n_tokens = min(PACED_TOKENS, longest - 1)
+    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
+    for i in range(n_sequences):
+        engine.submit(Request(id=f"paced-{i}", prompt_ids=(i % 7,), params=params))
+    came: dict[str, list[float]] = {}
+    while engine.busy:
+        for out in engine.step():
+            came.setdefault(out.request_id, []).extend([time.monotonic()] * len(out.token_ids))
+    gaps = [np.diff(times[n_tokens // 4 :]) for times in came.values()]
+    return float(np.median(np.concatenate(gaps))) * 1e3
 
 
 def _requests(items: Sequence[Any], vocab: int, longest: int) -> list[Request]:
@@ -221,14 +264,22 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         axes[0].legend()
         if live:
             axes[2].barh(specs, [row["live"]["step_ms"] for row in rows], color="grey")
-            axes[2].set(xlabel="ms, a full step of decode rows here")
+            axes[2].set(xlabel="ms, 8 sequences, here")
             axes[2].invert_yaxis()
+
+
+def _in_short(figures: dict[str, Any]) -> str:
+    """Of a step as compiled."""
+    n = sum(figures["collectives"].values())
+    return f"{n}; {figures['nodes']}; {figures['temp_bytes'] / 2**20:.1f}"
 
 
 def _print(rows: Sequence[dict[str, Any]], about: dict[str, Any], console: Console) -> None:
     table = Table("spec", "weights MiB a device")
     for step in ("8 sequences", "256 prompt tokens"):
         table.add_column(f"{step}: collectives, MiB, ms; step ms", justify="right")
+    if "compiled" in rows[0]:
+        table.add_column("compiled: collectives; nodes; scratch MiB of both steps", justify="right")
     if "simulated" in rows[0]:
         table.add_column("simulated: first token p99 ms, between tokens p99 ms", justify="right")
         table.add_column("output tok/s", justify="right")
@@ -241,6 +292,8 @@ def _print(rows: Sequence[dict[str, Any]], about: dict[str, Any], console: Conso
             f"{s['collectives']}, {s['collective_mib']:.2f}, {s['collective_ms']:.2f}; {s['step_ms']:.2f}"
             for s in row["steps"]
         ] or ["XLA's, not known here"] * 2
+        if made := row.get("compiled"):
+            cells.append("\n".join(map(_in_short, made)))
         if seen := row.get("simulated"):
             cells.append(f"{seen['ttft_p99_ms']:.1f}, {seen['itl_p99_ms']:.2f}")
             cells.append(f"{seen['output_tok_s']:.0f}")

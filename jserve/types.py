@@ -172,6 +172,10 @@ class Sequence:
     """Its constraint; None for most."""
     plain: bool = False
     """True: its request wants of a token no more than the id, and keeps no cache handle."""
+    prompt_features: tuple[str, ...] = ()
+    """Step features whose values of each prompt token its request wants."""
+    old_weights: bool = False
+    """It ends under the weights of before the last update (``sched.versions``)."""
     n_cached: int = 0
     """Prompt tokens that came from the prefix cache at first admission."""
     n_preempted: int = 0
@@ -207,6 +211,8 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The one after ``tokens`` for the device drafter, where the row does not emit it; else -1."""
     targets: Seq[int] = ()
     """The prompt tokens that follow each of ``tokens``, where their log-probabilities are wanted."""
+    prompt_features: Seq[str] = ()
+    """Step features that give their values of each of ``tokens``, which are its prompt's."""
     backfill: bool = False
     """True: the target's KV of these tokens exists already, and only the device drafter, which did not
     run when they were computed, writes its own. Such a row emits nothing, and its sequence may have
@@ -279,6 +285,8 @@ class StepPlan:
     """The tables of groups of layers, where pages belong to those: int32[groups, R, m] of each reach, of which
     ``page_table_RM`` is the first group's. Position p lies in column ``p // page_size % m``; of all reaches but the
     first m is the same in every plan."""
+    old_weights: bool = False
+    """All rows are of sequences that end under the weights of before, which the runner still has."""
     n_draft: int = 0
     """Drafts that the device drafter leaves in the slot of each emitting row at the end of this step, in
     place of those it held; at most ``RunnerLimits.device_drafts``. 0: it does not run, sees nothing of
@@ -315,6 +323,9 @@ class StepResult:
     """Row index -> log-probabilities of the row's own prompt tokens, for rows that asked."""
     extra: Mapping[str, Mapping[int, Seq[Any]]] = field(default_factory=dict)
     """Name of a registered step feature -> row index -> what it gives each token of the row."""
+    prompt_extra: Mapping[str, Mapping[int, Seq[Any]]] = field(default_factory=dict)
+    """Name of a registered step feature -> row index -> what it gives each of the row's own prompt tokens, for rows
+    with ``RowPlan.prompt_features``."""
     device_us: float = 0.0
 
 
@@ -364,6 +375,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     """Complete list, sent once, with the first token (first entry None)."""
     extra: dict[str, tuple[Any, ...]] | None = None
     """Name of a step feature that the request asks for -> one value for each of ``token_ids``."""
+    prompt_extra: dict[str, tuple[Any, ...]] | None = None
+    """Likewise, one value for each token of the prompt: complete, sent once, with the first token."""
     finish: Finish | None = None
     stop_reason: int | str | None = None
     """The stop token id, when one ended the sequence."""

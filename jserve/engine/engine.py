@@ -90,6 +90,8 @@ class Engine:
         """The name of the weights in use."""
         self.weights = self.first_weights = weights
         """Unlike versions, which an operator chooses, these names tell all weights apart."""
+        self.beside = False
+        """The runner has the weights of before, too, for sequences that end under them."""
         self.n_updates = 0
         """Counter: times that they were replaced."""
         self.profiler = profiler
@@ -136,7 +138,8 @@ class Engine:
     def busy(self) -> bool:
         """True while a further step would do something."""
         ours = self._inbox or self._flights or self._landed
-        if ours or self.hold.pending is not None or self._exports:
+        over = self.beside and not len(self.scheduler.versions)
+        if ours or over or self.hold.pending is not None or self._exports:
             return True
         return not self.hold.stopped and (bool(len(self._anteroom)) or self.scheduler.has_work)
 
@@ -183,6 +186,8 @@ class Engine:
             minute.
         """
         outputs = self._read_inbox()
+        if self.beside:
+            self._end_beside()
         if self._live is not None and (why := self._live.weights_fault()):
             outputs += self._without_weights(why)
         full = len(self._flights) > self._overlap
@@ -216,6 +221,13 @@ class Engine:
             else out
             for out in outputs
         ]
+
+    def _end_beside(self) -> None:
+        """Let go of the weights of before, once nobody needs them."""
+        in_use = any(flight.plan.old_weights for flight in self._flights)
+        if self._live is not None and not (in_use or len(self.scheduler.versions)):
+            self._live.end_beside()
+            self.beside = False
 
     def _is_done(self, flight: InFlight) -> bool:
         return not isinstance(self.runner, PolledRunner) or self.runner.is_done(flight)

@@ -6,6 +6,7 @@ or None while it waits for running requests to end (``Hold.pending``). For weigh
     recompute   running sequences are computed anew under the new weights, and go on
     mix         they go on with the KV that they have
     finish      they end under the old weights, and so does all that was handed in before; new ones wait
+    beside      they end under the old weights, while new ones run under the new weights, in turns
     abort       they end now
 """
 
@@ -22,7 +23,7 @@ from jserve.ports import LiveWeights
 if TYPE_CHECKING:
     from jserve.engine.engine import Engine
 
-POLICIES = ("recompute", "mix", "finish", "abort")
+POLICIES = ("recompute", "mix", "finish", "beside", "abort")
 """The fates of running requests when the weights change."""
 
 
@@ -71,7 +72,9 @@ def settle(engine: Engine) -> tuple[Control, dict[str, Any]] | None:
 
 
 def _info(engine: Engine) -> dict[str, Any]:
-    return {"version": engine.version, "weights": engine.weights, **engine.hold.info()}
+    ending = len(engine.scheduler.versions)
+    own = {"version": engine.version, "weights": engine.weights, "ending": ending}
+    return own | engine.hold.info()
 
 
 def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
@@ -93,6 +96,7 @@ def _update(engine: Engine, command: Control) -> dict[str, Any] | None:
         raise BadRequest("canary: it needs replicas; there is one engine", field="canary")
     if "weights" in engine.hold.asleep:
         raise BadRequest("the weights are asleep: wake them first", field="action", code="asleep")
+    _refuse_beside(engine)
     if policy == "finish":
         engine.hold.wait(command)
         return None
@@ -100,9 +104,22 @@ def _update(engine: Engine, command: Control) -> dict[str, Any] | None:
     return _replace(engine, command)
 
 
+def _refuse_beside(engine: Engine) -> None:
+    """Raises BadRequest while two versions of weights are in use."""
+    if engine.beside:
+        n, version = len(engine.scheduler.versions), engine.scheduler.versions.old_version
+        raise BadRequest(
+            f"not now: {n} sequences end under the weights {version!r}",
+            code="operation_pending",
+            field="action",
+        )
+
+
 def _replace(engine: Engine, command: Control) -> dict[str, Any]:
     """Other weights, now; those who are to be aborted are, once the new weights are in place."""
     began, runner = time.perf_counter(), _live(engine)
+    engine.land()
+    beside = command.running == "beside" and engine.scheduler.has_work
 
     def change() -> str:
         try:
@@ -111,6 +128,7 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
                 partial=command.partial,
                 donate=command.donate,
                 alias=command.alias,
+                beside=beside,
             )
         except WeightsError:
             raise
@@ -123,16 +141,14 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
                 f"params: the update failed at {where(error)}", field="params"
             ) from error
 
-    engine.land()
     engine.weights = change() or command.id
     if command.running == "abort":
         engine.abort_all()
     engine.n_updates += 1
     engine.version = command.version or str(engine.n_updates)
     name = "" if engine.weights == engine.first_weights else engine.weights
-    engine.scheduler.reweigh(
-        engine.version, engine.clock(), name=name, keep=command.running == "mix"
-    )
+    keep, engine.beside = command.running == "mix", beside
+    engine.scheduler.reweigh(engine.version, engine.clock(), name=name, keep=keep, beside=beside)
     return _info(engine) | {"seconds": time.perf_counter() - began}
 
 
@@ -140,6 +156,7 @@ def _sleep(engine: Engine, parts: list[str]) -> None:
     """Running sequences are computed anew after ``wake``."""
     runner = _live(engine)
     engine.hold.refuse_pending()
+    _refuse_beside(engine)
     fresh = [part for part in parts if part not in engine.hold.asleep]
     if "kv" in fresh:
         engine.swap(lambda: None)

@@ -173,7 +173,8 @@ def _merged(last: Output, output: Output) -> Output:
 def _weight(output: Output) -> int:
     scored = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
     n_top = sum(len(entry.top_ids) for entry in scored if entry is not None)
-    n_extra = sum(len(values) for values in (output.extra or {}).values())
+    given = [*(output.extra or {}).values(), *(output.prompt_extra or {}).values()]
+    n_extra = sum(map(len, given))
     n_tokens = len(output.token_ids) + n_extra
     return (
         _BYTES_OUTPUT + _BYTES_TOKEN * n_tokens + _BYTES_LOGPROB * len(scored) + _BYTES_TOP * n_top

@@ -258,6 +258,8 @@ def _refused(command: Control) -> BadRequest | None:
     for name in ("donate", "alias"):
         if getattr(command, name):
             return BadRequest(f"{name}: several engines (dp) copy the weights", field=name)
+    if command.running == "beside":
+        return BadRequest("running: beside is of one engine, and here are several", field="running")
     return None
 
 

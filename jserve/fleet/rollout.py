@@ -92,6 +92,9 @@ class Rollout:
                 raise BadRequest(f"{name} is of one engine; there are replicas", field=name)
         if not 0.0 <= command.canary < 1.0:
             raise BadRequest("canary must be at least 0 and below 1", field="canary")
+        if command.running == "beside":
+            why = "replicas are updated one after the other: finish"
+            raise BadRequest(f"running: beside is of one engine; {why}", field="running")
         if command.canary and len(members) < 2:
             raise BadRequest("canary: it needs two replicas", field="canary")
         if command.canary and self._canary is not None and not self._is_canary(command):

@@ -55,6 +55,8 @@ class StepFeature:
     edit:   (view, float32[T, D] there) -> the stream that goes on; rows that have not asked keep theirs.
     logits: (view, float32[E, V] of the places where tokens are drawn) -> those to draw from; rows that have not asked
             keep theirs.
+    after_prompt: (target, what came of the step) -> [P, ...], a value for each prefill token; in steps with prefill
+            alone. None: it gives prompts nothing.
     is_tap: its values are activations: over HTTP it is asked of a server with ``--allow-taps`` only.
     points: places of the model that it reads, as ``jserve.model.points`` names them (``*`` stands for anything);
             ``after`` finds their values, float32[T, D] each and in the order of a pass, in ``StepOutcome.read``.
@@ -62,8 +64,11 @@ class StepFeature:
     On the host, in numpy:
     check:  (what a request asks of it in ``extra_args``) -> None; raises ValueError where ``pack`` could
             not take it, and the request is refused with that message. By default all is taken.
-    kv_name: (what a request asks, once checked) -> a text that names its part in the KV of that request: other texts,
-            other KV, and pages are shared within one text only. None: KV is as without it.
+    kv_name: (what a request asks, once checked; tokens of its prompt) -> a text that names its part in the KV of that
+            request: other texts, other KV, and pages are shared within one text only. None: KV is as without it.
+    of_prompt: (what a request asks, once checked) -> whether it wants the values of its prompt's tokens, which
+            ``after_prompt`` gives, too. Such a prompt is computed in full, without what the prefix cache knows of it,
+            and the values go to ``RequestOutput.prompt_extra``. None: no request does.
     wanted: (rows) -> whether a row of a plan needs it; by default, whether a request of theirs names it in
             ``SamplingParams.extra_args``.
     pack:   (views, rows, at, dims) -> None: fill its fields, once places and tokens of the rows are in
@@ -80,7 +85,11 @@ class StepFeature:
     writes: tuple[str, ...] = field(compare=False, default=())
     edit: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
     logits: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
-    kv_name: Callable[[Any], str] | None = field(compare=False, default=None)
+    kv_name: Callable[[Any, int], str] | None = field(compare=False, default=None)
+    of_prompt: Callable[[Any], bool] | None = field(compare=False, default=None)
+    after_prompt: Callable[[Target, StepOutcome], jax.Array] | None = field(
+        compare=False, default=None
+    )
     fields: Callable[[Bucket, StepDims], tuple[Field, ...]] = field(
         compare=False, default=_no_fields
     )

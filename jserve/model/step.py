@@ -90,6 +90,8 @@ class StepOut:
     top_logprobs_RJL: jax.Array
     extra: dict[str, Any]
     """The outputs of the bucket's features, by name."""
+    prompt: dict[str, jax.Array]
+    """[P, ...]: their values of prefill tokens, of those that give any."""
     rank_RJ: jax.Array | None = None
     """int32: ranks of the drawn tokens; None without ``StepDims.picks``, as ``picked_RJK``."""
     picked_RJK: jax.Array | None = None
@@ -354,13 +356,15 @@ def run(
         with jax.named_scope("draft"):
             draft_ctx = _draft_ctx(model, target, own)
             drafted, slots = leave_drafts(draft_ctx, drafted, outcome, slots, bucket)
-    extra = {}
+    extra, prompt = {}, {}
     for feature in bucket.features:
-        read = [found[name] for name in read_by(arch, feature)]
-        extra[feature.name] = feature.after(target, replace(outcome, read=read))
+        seen = replace(outcome, read=[found[name] for name in read_by(arch, feature)])
+        extra[feature.name] = feature.after(target, seen)
+        if feature.after_prompt is not None and bucket.P:
+            prompt[feature.name] = feature.after_prompt(target, seen)
     experts = state.experts and state.experts.counted(done.count_LE)
     state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
-    return state, _pack(outcome, ok_E, chosen, extra)
+    return state, _pack(outcome, ok_E, chosen, extra, prompt)
 
 
 def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
@@ -472,7 +476,13 @@ def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
     return view.start_R + jnp.where(decode, n_ok_R, view.count_R)
 
 
-def _pack(outcome: StepOutcome, ok_E: jax.Array, chosen: Chosen, extra: dict[str, Any]) -> StepOut:
+def _pack(
+    outcome: StepOutcome,
+    ok_E: jax.Array,
+    chosen: Chosen,
+    extra: dict[str, Any],
+    prompt: dict[str, jax.Array],
+) -> StepOut:
     view, n_ok_R = outcome.view, outcome.n_ok_R
     ok_RJ = by_row(view, ok_E, True)
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
@@ -485,6 +495,7 @@ def _pack(outcome: StepOutcome, ok_E: jax.Array, chosen: Chosen, extra: dict[str
         top_ids_RJL=by_row(view, chosen.top_ids_EL, NONE),
         top_logprobs_RJL=by_row(view, chosen.top_logprobs_EL, 0.0),
         extra=extra,
+        prompt=prompt,
         rank_RJ=None if chosen.rank_E is None else by_row(view, chosen.rank_E, 0),
         picked_RJK=None if chosen.picked_EK is None else by_row(view, chosen.picked_EK, 0.0),
     )

@@ -163,16 +163,21 @@ static void plain_silu(const float *gate, const float *up, float *h, i64 n) {
 
 /* --- AVX2 and AVX512F: even and odd values of bfloat16 pairs by shift and mask, then FMA ---
  *
- * x is kept as float32 in blocks of 2 * LANES values, the even ones first. A weight row meets one row of x with four sums, or
- * up to four rows of x with two sums each; NEAR weight rows meet the four before the next four come. */
+ * x is kept as float32 in blocks of 2 * LANES values, the even ones first; of more than one row the blocks of four rows follow
+ * each other. A weight row meets one row of x with four sums, or up to four rows of x with two sums each; NEAR weight rows
+ * meet the four before the next four come. Of more than FEW rows of x two weight rows meet four with a sum each, TILED_K
+ * values at a time of TILED rows, so that these stay in the first-level cache for TILED_N weight rows. */
 
 #if X86
-enum { NEAR = 8 };
+enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
 
 /* The sums of the lanes of four vectors, in order. */
 #define SUMS4(a, b, c, d)                                                                                              \
   __m256 ab_ = _mm256_hadd_ps(a, b), cd_ = _mm256_hadd_ps(c, d), all_ = _mm256_hadd_ps(ab_, cd_);                      \
   __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all_), _mm256_extractf128_ps(all_, 1));
+
+/* A value that is loaded once, where the compiler would load it in each product it takes part in. */
+#define LOADED(v) ({ __typeof__(v) v_ = (v); __asm__("" : "+v"(v_)); v_; })
 
 #define FLOAT_LEVEL(NAME, TARGET, LANES, HALF)                                                                         \
   typedef float NAME##_f __attribute__((vector_size(LANES * 4), aligned(4), may_alias));                               \
@@ -184,13 +189,14 @@ enum { NEAR = 8 };
   }                                                                                                                    \
                                                                                                                        \
   TARGET static void NAME##_pack(const Product *p, i64 i0, i64 i1) {                                                   \
-    i64 width = up_to(p->K, 2 * LANES);                                                                                \
+    const i64 width = up_to(p->K, 2 * LANES), rows = p->L == 1 ? 1 : 4;                                                \
     float *to = (float *)p->packed + i0 * width;                                                                       \
     memset(to, 0, (size_t)((i1 == p->L ? up_to(i1, 4) : i1) - i0) * (size_t)width * sizeof *to);                       \
-    for (i64 i = i0; i < i1; i++, to += width) {                                                                       \
+    for (i64 i = i0; i < i1; i++) {                                                                                    \
       const float *from = p->x + p->row[i] * p->K;                                                                     \
+      float *block = to + (i - i0) / rows * rows * width + (i - i0) % rows * 2 * LANES;                                \
       for (i64 k = 0; k < p->K; k++)                                                                                   \
-        to[k / (2 * LANES) * (2 * LANES) + (k & 1) * LANES + k % (2 * LANES) / 2] = widen(narrow(from[k]));            \
+        block[k / (2 * LANES) * (2 * LANES) * rows + (k & 1) * LANES + k % (2 * LANES) / 2] = widen(narrow(from[k]));  \
     }                                                                                                                  \
   }                                                                                                                    \
                                                                                                                        \
@@ -224,34 +230,74 @@ enum { NEAR = 8 };
     return _mm_cvtss_f32(sums);                                                                                        \
   }                                                                                                                    \
                                                                                                                        \
-  TARGET INLINE __m128 NAME##_four(const float *x, i64 width, const bf16 *w, i64 K) {                                  \
+  /* The sums of a weight row and four rows of x. */                                                                   \
+  TARGET INLINE __m128 NAME##_four(const float *x, const bf16 *w, i64 K) {                                             \
     NAME##_f a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, h = {0};                                   \
-    i64 k = 0;                                                                                                         \
-    NAME##_f even, odd;                                                                                                \
-    for (; k + 2 * LANES <= K; k += 2 * LANES) {                                                                       \
-      NAME##_u v = *(const NAME##_u *)(w + k);                                                                         \
-      even = NAME##_even(v), odd = NAME##_odd(v);                                                                      \
-      a += NAME##_at(x + k) * even, b += NAME##_at(x + k + LANES) * odd;                                               \
-      c += NAME##_at(x + width + k) * even, d += NAME##_at(x + width + k + LANES) * odd;                               \
-      e += NAME##_at(x + 2 * width + k) * even, f += NAME##_at(x + 2 * width + k + LANES) * odd;                       \
-      g += NAME##_at(x + 3 * width + k) * even, h += NAME##_at(x + 3 * width + k + LANES) * odd;                       \
-    }                                                                                                                  \
-    if (k < K) {                                                                                                       \
-      NAME##_u v = NAME##_tail(w + k, K - k);                                                                          \
-      even = NAME##_even(v), odd = NAME##_odd(v);                                                                      \
-      a += NAME##_at(x + k) * even, b += NAME##_at(x + k + LANES) * odd;                                               \
-      c += NAME##_at(x + width + k) * even, d += NAME##_at(x + width + k + LANES) * odd;                               \
-      e += NAME##_at(x + 2 * width + k) * even, f += NAME##_at(x + 2 * width + k + LANES) * odd;                       \
-      g += NAME##_at(x + 3 * width + k) * even, h += NAME##_at(x + 3 * width + k + LANES) * odd;                       \
+    for (i64 k = 0; k < K; k += 2 * LANES, x += 8 * LANES) {                                                           \
+      NAME##_u v = K - k >= 2 * LANES ? *(const NAME##_u *)(w + k) : NAME##_tail(w + k, K - k);                        \
+      NAME##_f even = NAME##_even(v), odd = NAME##_odd(v);                                                             \
+      a += NAME##_at(x) * even, b += NAME##_at(x + LANES) * odd;                                                       \
+      c += NAME##_at(x + 2 * LANES) * even, d += NAME##_at(x + 3 * LANES) * odd;                                       \
+      e += NAME##_at(x + 4 * LANES) * even, f += NAME##_at(x + 5 * LANES) * odd;                                       \
+      g += NAME##_at(x + 6 * LANES) * even, h += NAME##_at(x + 7 * LANES) * odd;                                       \
     }                                                                                                                  \
     a += b, c += d, e += f, g += h;                                                                                    \
     SUMS4(HALF(a), HALF(c), HALF(e), HALF(g))                                                                          \
     return sums;                                                                                                       \
   }                                                                                                                    \
                                                                                                                        \
+  /* To the sums of two weight rows and four rows of x, LANES values of each. */                                       \
+  TARGET INLINE void NAME##_meet(NAME##_f *s, NAME##_f a, NAME##_f b, const float *x) {                                \
+    NAME##_f u = LOADED(NAME##_at(x));                                                                                 \
+    s[0] += u * a, s[4] += u * b, u = LOADED(NAME##_at(x + 2 * LANES));                                                \
+    s[1] += u * a, s[5] += u * b, u = LOADED(NAME##_at(x + 4 * LANES));                                                \
+    s[2] += u * a, s[6] += u * b, u = LOADED(NAME##_at(x + 6 * LANES));                                                \
+    s[3] += u * a, s[7] += u * b;                                                                                      \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET INLINE void NAME##_tile(const float *x, const bf16 *w0, const bf16 *w1, i64 K, __m128 *y) {                   \
+    NAME##_f s[8] = {{0}};                                                                                             \
+    i64 k = 0;                                                                                                         \
+    for (; k + 2 * LANES <= K; k += 2 * LANES, x += 8 * LANES) {                                                       \
+      NAME##_u a = *(const NAME##_u *)(w0 + k), b = *(const NAME##_u *)(w1 + k);                                       \
+      NAME##_meet(s, NAME##_even(a), NAME##_even(b), x);                                                               \
+      NAME##_meet(s, NAME##_odd(a), NAME##_odd(b), x + LANES);                                                         \
+    }                                                                                                                  \
+    if (k < K) {                                                                                                       \
+      NAME##_u a = NAME##_tail(w0 + k, K - k), b = NAME##_tail(w1 + k, K - k);                                         \
+      NAME##_meet(s, NAME##_even(a), NAME##_even(b), x);                                                               \
+      NAME##_meet(s, NAME##_odd(a), NAME##_odd(b), x + LANES);                                                         \
+    }                                                                                                                  \
+    for (int r = 0; r < 2; r++) {                                                                                      \
+      SUMS4(HALF(s[4 * r]), HALF(s[4 * r + 1]), HALF(s[4 * r + 2]), HALF(s[4 * r + 3]))                                \
+      y[r] = _mm_add_ps(y[r], sums);                                                                                   \
+    }                                                                                                                  \
+  }                                                                                                                    \
+                                                                                                                       \
+  TARGET static void NAME##_many(const Product *p, i64 n0, i64 n1, Target t) {                                         \
+    const i64 K = p->K, width = up_to(K, 2 * LANES);                                                                   \
+    for (i64 first = n0; first < n1; first += TILED_N)                                                                 \
+      for (i64 i0 = 0; i0 < p->L; i0 += TILED) {                                                                       \
+        const i64 end = min64(n1, first + TILED_N), rows = min64(p->L - i0, TILED);                                    \
+        __m128 y[TILED / 4][TILED_N];                                                                                  \
+        memset(y, 0, sizeof y);                                                                                        \
+        for (i64 k = 0; k < K; k += TILED_K)                                                                           \
+          for (i64 n = first; n < end; n += 2)                                                                         \
+            for (i64 i = 0; i < rows; i += 4)                                                                          \
+              NAME##_tile((const float *)p->packed + (i0 + i) * width + 4 * k, p->w + n * K + k,                       \
+                          p->w + min64(n + 1, n1 - 1) * K + k, min64(K - k, TILED_K), y[i / 4] + (n - first));         \
+        for (i64 i = 0; i < rows; i++)                                                                                 \
+          for (i64 n = first; n < end; n++) at(t, i0 + i)[n - n0] = ((const float *)&y[i / 4][n - first])[i % 4];      \
+      }                                                                                                                \
+  }                                                                                                                    \
+                                                                                                                       \
   TARGET static void NAME##_rows(const Product *p, i64 n0, i64 n1, Target t) {                                         \
     const float *x = p->packed;                                                                                        \
     i64 width = up_to(p->K, 2 * LANES);                                                                                \
+    if (!p->few) {                                                                                                     \
+      NAME##_many(p, n0, n1, t);                                                                                       \
+      return;                                                                                                          \
+    }                                                                                                                  \
     if (p->L == 1) {                                                                                                   \
       for (i64 n = n0; n < n1; n++) at(t, 0)[n - n0] = NAME##_one(x, p->w + n * p->K, p->K);                           \
       return;                                                                                                          \
@@ -260,7 +306,7 @@ enum { NEAR = 8 };
       for (i64 i = 0; i < p->L; i += 4)                                                                                \
         for (i64 n = first; n < min64(n1, first + NEAR); n++) {                                                        \
           float y[4];                                                                                                  \
-          _mm_storeu_ps(y, NAME##_four(x + i * width, width, p->w + n * p->K, p->K));                                  \
+          _mm_storeu_ps(y, NAME##_four(x + i * width, p->w + n * p->K, p->K));                                  \
           for (i64 j = 0; j < min64(4, p->L - i); j++) at(t, i + j)[n - n0] = y[j];                                    \
         }                                                                                                              \
   }                                                                                                                    \

@@ -244,9 +244,13 @@ class Programs:
             futures = [
                 pool.submit(copy_context().run, self._compile, job, params, state) for job in jobs
             ]
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                progress("compile", done, len(jobs))
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    future.result()
+                    progress("compile", done, len(jobs))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _compile(self, job: Bucket | str, params: Any, state: DeviceState) -> None:
         name = job if isinstance(job, str) else step_name(job)

@@ -6,6 +6,8 @@ It owns which arrays go to the host, and where the rows of a plan are in those o
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -16,11 +18,12 @@ from jserve.runner.batch import StepBatch
 from jserve.types import StepPlan, StepResult
 
 
-def wanted(batch: StepBatch, out: StepOut) -> list[jax.Array]:
+def wanted(plan: StepPlan, batch: StepBatch, out: StepOut) -> list[jax.Array]:
     """The arrays that ``result_of`` will read."""
     asked = (out.top_ids_RJL, out.top_logprobs_RJL, out.rank_RJ, out.picked_RJK)
     chosen = jax.tree.leaves(asked) if batch.flags & LOGPROBS else []
-    return [out.packed_RX, *chosen, *jax.tree.leaves(out.extra)]
+    prompt = [out.prompt[name] for name in {n for row in plan.rows for n in row.prompt_features}]
+    return [out.packed_RX, *chosen, *jax.tree.leaves(out.extra), *prompt]
 
 
 def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) -> StepResult:
@@ -51,8 +54,21 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         picked_RJK=asked(out.picked_RJK),
         prompt=given.pop(SCORE.name, {}),
         extra={name: values for name, values in given.items() if values},
+        prompt_extra=_of_prompts(plan, out),
         device_us=device_us,
     )
+
+
+def _of_prompts(plan: StepPlan, out: StepOut) -> dict[str, dict[int, list[Any]]]:
+    """The values that step features give prompt tokens, by name and row."""
+    found: dict[str, dict[int, list[Any]]] = {}
+    first = 0
+    for i, row in enumerate(plan.rows):
+        for name in row.prompt_features:
+            part = np.asarray(out.prompt[name])[first : first + row.count]
+            found.setdefault(name, {})[i] = part.tolist()
+        first += 0 if row.from_slot else row.count
+    return found
 
 
 def _plan_rows(batch: StepBatch, n: int) -> np.ndarray:

@@ -39,7 +39,7 @@ from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
 from jserve.runner.experts import ExpertBalancer, check_experts
 from jserve.runner.heap import give_back
-from jserve.runner.memory import DeviceMemory
+from jserve.runner.memory import GIB, DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.program_files import ProgramFiles
 from jserve.runner.programs import Programs, Progress, compile_options, starting, step_name
@@ -115,6 +115,8 @@ class ModelRunner:
         """The weights in host memory while they are on no device."""
         self._shared: dict[str, jax.Array] = {}
         """A caller's arrays that are the weights, by name; {}: the weights are the engine's own."""
+        self._before: tuple[Any, dict[str, jax.Array]] | None = None
+        """The weights of before the last update and those of them that are shared, while plans need them."""
         self._clock = clock
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
         check_experts(config.device, family, arch, rules)
@@ -188,10 +190,10 @@ class ModelRunner:
             assert self.state.experts is not None
             self.params, experts = self._experts.before_step(self.params, self.state.experts)
             self.state = replace(self.state, experts=experts)
-        out = self._run(batch)
+        out = self._run(batch, old_weights=plan.old_weights)
         # Only now: the time of a step is the device's alone, whether or not another step hides the host's.
         now = self._clock()
-        for array in results.wanted(batch, out):
+        for array in results.wanted(plan, batch, out):
             array.copy_to_host_async()
         handle = _Launched(batch=batch, out=out, leaving=leaving)
         return InFlight(plan=plan, launched=now, handle=handle)
@@ -233,7 +235,13 @@ class ModelRunner:
         np.asarray(out.packed_RX)
 
     def update_weights(
-        self, source: Any, *, partial: bool = False, donate: bool = False, alias: bool = False
+        self,
+        source: Any,
+        *,
+        partial: bool = False,
+        donate: bool = False,
+        alias: bool = False,
+        beside: bool = False,
     ) -> str:
         """Copy other weights over those in use, for the next launch on; nothing compiles.
 
@@ -244,6 +252,7 @@ class ModelRunner:
             partial: parameters that ``source`` lacks keep their values.
             donate: delete the jax arrays of ``source`` afterwards, where it is a tree.
             alias: the jax arrays of that tree are the weights from now on, until others come.
+            beside: the old weights stay, for plans with ``old_weights``, until ``end_beside``.
 
         Returns:
             The stamp of the files of a directory, which are all of the weights then; else "".
@@ -252,6 +261,31 @@ class ModelRunner:
             WeightsError: a leaf does not fit; ``field`` is ``params.<path>``, and the old weights stay.
             ConfigError: a directory that is none, or of another model.
         """
+        before = (self.params, self._shared)
+        if beside:
+            self._check_beside(copies=not alias)
+        stamp = self._take(source, partial=partial, donate=donate, alias=alias, copies=beside)
+        self._before = before if beside else None
+        return stamp
+
+    def _check_beside(self, *, copies: bool) -> None:
+        """Raises WeightsError where there cannot be two versions of weights at once."""
+        why = ""
+        if self._experts is not None:
+            why = "experts of this engine move"
+        elif self.speculation is not None:
+            why = "its drafter goes with one version"
+        else:
+            memory = DeviceMemory.of(self.model.mesh.devices.flat[0])
+            room, needed = memory.total - memory.taken, _bytes_of_one_device(self.params)
+            if copies and needed > room:
+                sizes = f"{needed / GIB:.2f} GiB of a device, {max(room, 0) / GIB:.2f} are free"
+                why = f"the other weights take {sizes}: lower memory_utilization, or finish"
+        if why:
+            raise WeightsError(f"running: no two versions of weights: {why}", field="running")
+
+    def _take(self, source: Any, *, partial: bool, donate: bool, alias: bool, copies: bool) -> str:
+        """``update_weights``; ``copies``: into new buffers, and the old ones keep their values."""
         if alias:
             self._share(source, partial=partial, donate=donate)
             return ""
@@ -261,7 +295,8 @@ class ModelRunner:
         whole = isinstance(source, str | Path) and not partial
         stamp = resolve(str(source)).stamp if whole else ""  # of before they are read
         reads = partial or isinstance(source, AdapterDelta)
-        own = own_copy(self.params, read=reads) if self._shared else self.params
+        copies = copies or bool(self._shared)
+        own = own_copy(self.params, read=reads) if copies else self.params
         self.params, self._shared = self._overwrite(own, source, some=partial), {}
         if self._experts is not None:
             self.state = replace(self.state, experts=self._experts.initial())
@@ -280,8 +315,17 @@ class ModelRunner:
 
     def weights_fault(self) -> str:
         """The reason that there are no weights any more; "": there are."""
-        gone = [name for name, leaf in self._shared.items() if leaf.is_deleted()]
+        shared = [*self._shared.items(), *(self._before[1].items() if self._before else ())]
+        gone = [name for name, leaf in shared if leaf.is_deleted()]
         return f"params.{gone[0]}: who shares it has deleted it (alias)" if gone else ""
+
+    def end_beside(self) -> None:
+        """Give the memory of the old weights back, but for arrays that are a caller's. No step with them is in
+        flight."""
+        if self._before is not None and not self._before[1]:
+            for leaf in jax.tree.leaves(self._before[0]):
+                leaf.delete()
+        self._before = None
 
     def sleep(self, parts: Sequence[str]) -> None:
         """Give device memory back: ``kv`` is lost, ``weights`` go to host memory. No step is in flight.
@@ -412,9 +456,12 @@ class ModelRunner:
         self.state = replace(self.state, kv=kv)
         return leaving
 
-    def _run(self, batch: StepBatch) -> StepOut:
-        step = self.programs.step(batch.bucket)
-        self.state, out = step(self._all_params(), self.state, batch.buf)
+    def _run(self, batch: StepBatch, *, old_weights: bool = False) -> StepOut:
+        step, params = self.programs.step(batch.bucket), self._all_params()
+        if old_weights:
+            assert self._before is not None, "the weights of before are gone"
+            params = self._before[0]
+        self.state, out = step(params, self.state, batch.buf)
         return out
 
     def _all_params(self) -> Any:

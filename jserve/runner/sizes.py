@@ -240,6 +240,7 @@ def runner_limits(
         max_prompt_logprobs=dims.scored,
         features={feature.name: feature.check for feature in registered()},
         kv_names={f.name: f.kv_name for f in registered() if f.kv_name is not None},
+        prompt_features={f.name: f.of_prompt for f in registered() if f.of_prompt is not None},
         picks=dims.picks,
         n_vocab_rows=dims.n_vocab_rows,
         n_host_pages=n_host_pages,

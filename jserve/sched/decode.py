@@ -11,6 +11,7 @@ from itertools import islice
 from jserve.ports import RunnerLimits
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.resources import Resources
+from jserve.sched.versions import WeightVersions
 from jserve.speculation.policy.controller import RowDrafts, SpeculationController, StepLoad
 from jserve.types import Sequence
 
@@ -23,10 +24,12 @@ class DecodePlanner:
         resources: Resources,
         limits: RunnerLimits,
         speculation: SpeculationController,
+        versions: WeightVersions,
         *,
         guided: bool,
     ) -> None:
         self.resources, self.limits, self.speculation = resources, limits, speculation
+        self.versions = versions
         self.guided = guided
 
     def waits(self, n_flights: int, n_context: int) -> bool:
@@ -55,7 +58,7 @@ class DecodePlanner:
         """Sequences that can have such a row now."""
         return [
             seq
-            for seq in self.resources.running
+            for seq in self.versions.running(self.resources.running)
             if seq.scheduled >= seq.given
             and len(seq.tokens) + seq.in_flight < seq.max_len
             and (seq.guide is None or seq.guide.room(seq.in_flight) > 0)

@@ -14,12 +14,12 @@ from jserve.sched import sampled
 from jserve.sched.admission import constraints
 from jserve.sched.admission.estimate import FinishIntervals
 from jserve.sched.guided import apply_verdict
-from jserve.sched.prompt_scores import PromptScores
+from jserve.sched.prompt_scores import PromptScores, PromptValues
 from jserve.sched.resources import Resources
 from jserve.sched.stats import LaneCounts
+from jserve.sched.versions import WeightVersions
 from jserve.speculation.policy.controller import SpeculationController
 from jserve.types import (
-    FIRST_WEIGHTS,
     Finish,
     Lane,
     Output,
@@ -48,6 +48,8 @@ class Finalizer:
         resources: queue, running sequences, and the cache that pages are published to.
         speculation: sees every token.
         scores: the log-probabilities of prompts, until they are sent.
+        prompt_values: likewise what step features give their tokens.
+        versions: of the weights that draw; outputs carry them.
         finish_intervals: records when an admitted sequence finishes.
         groups: the sequences of every live request; a request goes with the last of them.
         counts: finished sequences by lane.
@@ -62,6 +64,8 @@ class Finalizer:
         resources: Resources,
         speculation: SpeculationController,
         scores: PromptScores,
+        prompt_values: PromptValues,
+        versions: WeightVersions,
         finish_intervals: FinishIntervals,
         groups: MutableMapping[str, list[Sequence]],
         counts: Mapping[Lane, LaneCounts],
@@ -69,12 +73,12 @@ class Finalizer:
         vocab_size: int,
         journal: Journal | None,
     ) -> None:
-        self.resources, self.speculation, self.scores = resources, speculation, scores
+        self.resources, self.speculation = resources, speculation
+        self.scores, self.prompt_values = scores, prompt_values
         self.finish_intervals = finish_intervals
         self.groups, self.counts, self.remember = groups, counts, remember
         self.vocab_size, self.journal = vocab_size, journal
-        self.weights = FIRST_WEIGHTS
-        """The version of those that draw; outputs carry it."""
+        self.versions = versions
         self.n_nonfinite = 0
         """Counter: sequences that ended because their logits were not finite."""
 
@@ -83,7 +87,7 @@ class Finalizer:
     ) -> list[Output]:
         """Advance the sequence of every row of ``plan``; returns one output per row that advanced a live one."""
         outputs: list[Output] = []
-        drafts = self.speculation.on
+        drafts, version = self.speculation.on, self.versions.version
         columns = (result.tokens_RJ.tolist(), result.n_ok_R.tolist(), result.finite_R.tolist())
         rows = zip(seqs, plan.rows, range(len(seqs)), *columns, strict=True)
         for seq, row, r, drawn, n_ok, finite in rows:
@@ -116,7 +120,7 @@ class Finalizer:
                         token_ids=(drawn[0],),
                         n_cached=seq.n_cached,
                         attempt=seq.request.attempt,
-                        weights=self.weights,
+                        weights=self.versions.of(seq) if seq.old_weights else version,
                     )
                 )
                 continue
@@ -140,6 +144,8 @@ class Finalizer:
             return self._end_nonfinite(seq, drawn, now)
         if row.targets:
             self.scores.add(seq, result.prompt[r])
+        for name in row.prompt_features:
+            self.prompt_values.add(seq, name, row.start, result.prompt_extra[name][r])
         if row.emits:
             return self._take(seq, drawn, result, r, len(row.drafts), now)
         self._publish(seq, row.start + row.count)
@@ -170,6 +176,7 @@ class Finalizer:
             self._publish(seq, n_sound)
         self.speculation.took(seq, taken)
         scores = self.scores.take(seq) if first else None
+        prompt_extra = self.prompt_values.take(seq) if first else None
         logprobs = sampled.logprobs_of(seq, result, row, len(taken))
         extra = sampled.extra_of(seq, result, row, len(taken))
         if seq.finish is not None:
@@ -183,12 +190,13 @@ class Finalizer:
             logprobs=logprobs,
             extra=extra,
             prompt_logprobs=scores,
+            prompt_extra=prompt_extra,
             finish=seq.finish,
             stop_reason=seq.stop_reason,
             n_cached=seq.n_cached,
             seed=seq.seed if first else None,
             attempt=seq.request.attempt,
-            weights=self.weights,
+            weights=self.versions.of(seq),
         )
 
     def _publish(self, seq: Sequence, n_sound: int) -> None:
@@ -223,7 +231,7 @@ class Finalizer:
             n_cached=seq.n_cached,
             seed=seq.seed if seq.n_output == 0 else None,
             attempt=seq.request.attempt,
-            weights=self.weights,
+            weights=self.versions.of(seq),
         )
 
     def _end_nonfinite(self, seq: Sequence, drawn: list[int], now: float) -> Output:

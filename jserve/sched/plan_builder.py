@@ -111,14 +111,15 @@ class PlanBuilder:
         seq.pending += 1
         self.tokens_left -= count
 
-    def prefill(self, seq: Sequence, *, score: bool) -> None:
-        """A row with the next known tokens of ``seq``, as many as there is room for; ``score``: they are
-        its prompt's and are scored."""
+    def prefill(self, seq: Sequence, *, owed: bool) -> None:
+        """A row with the next known tokens of ``seq``, as many as there is room for; ``owed``: they are
+        its prompt's, whose log-probabilities or values are still to be sent."""
         start = seq.scheduled
         count = min(seq.given - start, self.prefill_room)
         end = start + count
         emits = end == seq.given
         guide = seq.guide if emits else None
+        scored = owed and seq.request.params.prompt_logprobs is not None
         self.rows.append(
             RowPlan(
                 choice=seq.choice,
@@ -129,7 +130,8 @@ class PlanBuilder:
                 tokens=tuple(seq.tokens[start:end]),
                 emits=emits,
                 next_token=-1 if emits else seq.tokens[end],
-                targets=tuple(seq.tokens[start + 1 : end + 1]) if score else (),
+                targets=tuple(seq.tokens[start + 1 : end + 1]) if scored else (),
+                prompt_features=seq.prompt_features if owed else (),
                 mask=None if guide is None else guide.mask(()),
                 redraw=() if guide is None else guide.redraw(()),
             )
@@ -181,7 +183,7 @@ class PlanBuilder:
                 )
             )
 
-    def freeze(self, step: int, cache: Cache) -> StepPlan:
+    def freeze(self, step: int, cache: Cache, *, old_weights: bool = False) -> StepPlan:
         """The plan, with the current page table."""
         rows, longest = self.rows, self.longest() + self.n_draft
         slots = [row.slot for row in rows]
@@ -192,5 +194,6 @@ class PlanBuilder:
             moves=cache.moves(step),
             page_table_RM=cache.snapshot(slots, longest),
             group_tables=cache.group_tables(slots, longest),
+            old_weights=old_weights,
             n_draft=self.n_draft,
         )

@@ -8,7 +8,8 @@ from jserve.sched.cache.prefix_wait import PrefixWaits
 from jserve.sched.guided import lacks_mask
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.recovery.bisection import FaultBisection
-from jserve.sched.resources import Resources, owes_scores
+from jserve.sched.resources import Resources, owes_prompt
+from jserve.sched.versions import WeightVersions
 from jserve.types import Sequence
 
 
@@ -18,6 +19,7 @@ class PrefillPlanner:
     Args:
         resources: the wait queue, the running sequences, and what they hold.
         gate: its cap bounds the prefill tokens of a step.
+        versions: says whose turn it is.
         prefix_waits, disk_waits, bisection: the reasons for which a sequence stays in the queue.
     """
 
@@ -28,13 +30,15 @@ class PrefillPlanner:
         prefix_waits: PrefixWaits,
         disk_waits: DiskWaits,
         bisection: FaultBisection,
+        versions: WeightVersions,
     ) -> None:
-        self.resources, self.gate = resources, gate
+        self.resources, self.gate, self.versions = resources, gate, versions
         self.prefix_waits, self.disk_waits, self.bisection = prefix_waits, disk_waits, bisection
 
     def fill(self, builder: PlanBuilder, step: int, now: float) -> None:
         """Add the rows: running sequences first, then admitted ones. ``step`` counts plans."""
-        begun = [seq for seq in self.resources.running if seq.scheduled < seq.given]
+        running = self.versions.running(self.resources.running)
+        begun = [seq for seq in running if seq.scheduled < seq.given]
         waiting = len(self.resources.waiting) > 0
         if begun or (waiting and not self.resources.full):
             self._go_on(builder, begun)
@@ -74,7 +78,7 @@ class PrefillPlanner:
                 continue
             if seq.n_output and seq.scheduled >= seq.n_prompt:
                 builder.load(seq)  # the device counts what it draws, and forced tokens it did not
-            builder.prefill(seq, score=owes_scores(seq))
+            builder.prefill(seq, owed=owes_prompt(seq))
 
     def _admit(self, builder: PlanBuilder, step: int, now: float) -> None:
         """Admit candidates from the queue while slots, rows, budget and pages last."""
@@ -87,11 +91,11 @@ class PrefillPlanner:
                 self.resources.vocab_rows.refuse(seq)
                 candidates.skip(seq)
                 continue
-            if self.held_back(seq, step) or lacks_mask(seq):
+            if self.versions.waits(seq) or self.held_back(seq, step) or lacks_mask(seq):
                 continue
             if self.resources.enter(seq):
                 builder.load(seq)
-                builder.prefill(seq, score=owes_scores(seq))
+                builder.prefill(seq, owed=owes_prompt(seq))
             elif not candidates.skip_blocked(seq):
                 return
 

@@ -87,14 +87,18 @@ class Resources:
         if self._refused == state:
             return False  # nothing came back since it was refused, so do not search the tree again
         reuse, cache = self._reuses(seq), self.cache
+        shares = not seq.request.skip_prefix_cache and not seq.old_weights
         lease = cache.match(
             root_of(seq.request),
             seq.tokens,
             slot=self._slots[0],
             reuse=reuse,
-            cacheable=not seq.request.skip_prefix_cache and not self.entry.rolls(seq),
+            cacheable=shares and not self.entry.rolls(seq),
             keeps=self.retention.keeps(seq.request),
         )
+        if seq.old_weights:
+            for part in lease.parts:
+                part.n_weights = -1  # not those that the cache knows
         below = cache.below(lease, seq.tokens) if reuse else []
         n_found = lease.capacity + len(below) * cache.page_size
         n_cached = self.swap_policy.reach(seq, n_found)
@@ -218,7 +222,7 @@ class Resources:
 
     def preempt(self, seq: Sequence) -> None:
         """Preempt ``seq``: it requeues with its tokens and seed; results in flight still apply."""
-        if not owes_scores(seq):
+        if not (owes_prompt(seq) or seq.old_weights):
             self.swap_policy.leave(seq)
         self._requeue(seq)
         seq.n_preempted += 1
@@ -308,14 +312,17 @@ class Resources:
         seq.lease, seq.slot = None, -1
 
 
-def owes_scores(seq: Sequence) -> bool:
-    """True while the log-probabilities of the prompt are still to be sent."""
-    return seq.request.params.prompt_logprobs is not None and seq.n_output == 0
+def owes_prompt(seq: Sequence) -> bool:
+    """True while log-probabilities or values of the prompt are still to be sent."""
+    asked = seq.request.params.prompt_logprobs is not None or bool(seq.prompt_features)
+    return asked and seq.n_output == 0
 
 
 def reuses_cache(seq: Sequence) -> bool:
-    """A prompt that is scored must be computed in full, so it takes nothing from the cache."""
-    return not seq.request.skip_prefix_cache and not owes_scores(seq)
+    """A prompt that is scored, or has values of its tokens, must be computed in full: it takes nothing from the
+    cache. Nor does one whose weights are not those that the cache knows."""
+    own = seq.request.skip_prefix_cache or seq.old_weights
+    return not own and not owes_prompt(seq)
 
 
 def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) -> Resources:

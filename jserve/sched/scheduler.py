@@ -36,11 +36,12 @@ from jserve.sched.decode import DecodePlanner
 from jserve.sched.finalize import Finalizer
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.prefill import PrefillPlanner
-from jserve.sched.prompt_scores import PromptScores
+from jserve.sched.prompt_scores import PromptScores, PromptValues
 from jserve.sched.recovery.bisection import FaultBisection
 from jserve.sched.recovery.deadlock import DeadlockGuard
 from jserve.sched.resources import resources_of
 from jserve.sched.stats import LaneCounts, SchedStats, stats_of
+from jserve.sched.versions import WeightVersions
 from jserve.speculation.policy.controller import SpeculationController
 from jserve.timing.prefill_cap import cap_of
 from jserve.timing.slowness import Slowness
@@ -87,8 +88,9 @@ class Scheduler:
         self.bisection = FaultBisection(self.groups)
         self.prefix_waits, self.disk_waits = PrefixWaits(self.resources), DiskWaits(self.resources)
         self.speculation = speculation(limits, self.costs, config.speculative, proposer)
+        self.versions = WeightVersions()
         self.decode_planner = DecodePlanner(
-            self.resources, limits, self.speculation, guided=guides is not None
+            self.resources, limits, self.speculation, self.versions, guided=guides is not None
         )
         self.gate = AdmissionGate(self.options, self.cap, self.resources)
         cache = self.resources.cache
@@ -100,15 +102,23 @@ class Scheduler:
             kv_tokens=cache.pool.n_usable * cache.page_size,
         )
         self.prefill_planner = PrefillPlanner(
-            self.resources, self.gate, self.prefix_waits, self.disk_waits, self.bisection
+            self.resources,
+            self.gate,
+            self.prefix_waits,
+            self.disk_waits,
+            self.bisection,
+            self.versions,
         )
         self.deadlock = DeadlockGuard(self.prefill_planner)
-        self.deadlines, self.scores = Deadlines(), PromptScores()
+        self.deadlines = Deadlines()
+        self.scores, self.prompt_values = PromptScores(), PromptValues()
         self.counts = {lane: LaneCounts() for lane in Lane}
         self.finalizer = Finalizer(
             resources=self.resources,
             speculation=self.speculation,
             scores=self.scores,
+            prompt_values=self.prompt_values,
+            versions=self.versions,
             finish_intervals=self.gate.finish_intervals,
             groups=self.groups,
             counts=self.counts,
@@ -117,8 +127,10 @@ class Scheduler:
                 self.disk_waits,
                 self.speculation,
                 self.scores,
+                self.prompt_values,
                 self.deadlines,
                 self.demand,
+                self.versions,
             ),
             vocab_size=limits.vocab_size,
             journal=journal,
@@ -142,14 +154,15 @@ class Scheduler:
         request = self.with_kv_name(request)
         if self.journal is not None:
             self.journal.arrival(request, now)
-        self.enqueue(self.resources.retention.with_prefix(request), now)
+        whole = self.resources.retention.with_prefix(request)
+        self.enqueue(request if whole is request else self.with_kv_name(whole), now)
 
     def with_kv_name(self, request: Request) -> Request:
         """``request`` with the name of what its step features change of its KV, whatever name it came with. What a
         feature refuses is refused by ``check``."""
         if not request.kv_name and not (request.params.extra_args and self.limits.kv_names):
             return request
-        return replace(request, kv_name=admission.kv_name_of(request.params, self.limits))
+        return replace(request, kv_name=admission.kv_name_of(request, self.limits))
 
     def check(self, request: Request) -> int:
         """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""
@@ -236,6 +249,33 @@ class Scheduler:
 
     def _plan(self, now: float) -> StepPlan | None:
         self.bisection.clear_passed(now)
+        self.resources.preempt_for_interactive(
+            now, lambda seq: self.prefill_planner.held_back(seq, self.n_steps)
+        )
+        if self.guides is not None:
+            self.guides.wait_masks(MASK_PATIENCE_S)
+        builder = self._filled(now)
+        if self.guides is not None and not builder.rows and not self._in_flight:
+            self.guides.wait_masks(None)  # no other sequence has work
+            builder = self._filled(now)
+        if not builder.rows:
+            return None
+        old = self.versions.old_turn
+        plan = builder.freeze(self.n_steps, self.resources.cache, old_weights=old)
+        self.speculation.planned(plan, builder.seqs, builder.sources, behind=not self._in_flight)
+        self.n_prefilled += builder.n_prefill
+        self.n_steps += 1
+        self._in_flight[plan.id] = builder.seqs
+        return plan
+
+    def _filled(self, now: float) -> PlanBuilder:
+        """The rows of the version of weights whose turn it is, or else of the other."""
+        first, *other = self.versions.turns()
+        builder = self._fill(now, old_turn=first)
+        return builder if builder.rows or not other else self._fill(now, old_turn=other[0])
+
+    def _fill(self, now: float, *, old_turn: bool) -> PlanBuilder:
+        self.versions.old_turn = old_turn
         builder = PlanBuilder(
             tokens=self.options.max_num_batched_tokens,
             prefill_tokens=self.cap.most,
@@ -243,28 +283,11 @@ class Scheduler:
             chunk=self.resources.chunk,
             loads_text=self.limits.drafts_from_text,
         )
-        self.resources.preempt_for_interactive(
-            now, lambda seq: self.prefill_planner.held_back(seq, self.n_steps)
-        )
-        if self.guides is not None:
-            self.guides.wait_masks(MASK_PATIENCE_S)
-        self._fill(builder, now)
-        if self.guides is not None and not builder.rows and not self._in_flight:
-            self.guides.wait_masks(None)  # no other sequence has work
-            self._fill(builder, now)
-        if not builder.rows:
-            return None
-        plan = builder.freeze(self.n_steps, self.resources.cache)
-        self.speculation.planned(plan, builder.seqs, builder.sources, behind=not self._in_flight)
-        self.n_prefilled += builder.n_prefill
-        self.n_steps += 1
-        self._in_flight[plan.id] = builder.seqs
-        return plan
-
-    def _fill(self, builder: PlanBuilder, now: float) -> None:
         self.decode_planner.fill(builder, len(self._in_flight), self.gate.n_context)
         self.prefill_planner.fill(builder, self.n_steps, now)
-        self.speculation.backfills(builder, self.resources.running, self.cap)
+        running = self.versions.running(self.resources.running)
+        self.speculation.backfills(builder, running, self.cap)
+        return builder
 
     @point("sched.commit")
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
@@ -302,20 +325,24 @@ class Scheduler:
         program = self.costs.program(n_decode, n_prefill, n_context, width, plan.n_draft)
         self.slowness.observe(program, sum([row.start for row in plan.rows]), took)
 
-    def reweigh(self, version: str, now: float, *, name: str, keep: bool = False) -> None:
+    def reweigh(
+        self, version: str, now: float, *, name: str, keep: bool = False, beside: bool = False
+    ) -> None:
         """The weights are those of ``version`` from the next plan on; no step is in flight. What others may find in
         the cache is forgotten.
 
         Args:
             name: in the names of KV pages: other weights, another name; "" for the first ones.
             keep: running sequences go on with the KV that they have; else they requeue with their tokens.
+            beside: all who are here end under the weights of before; plans say so of their rows.
         """
         assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
         self.resources.retention.advance(now)
         if self.journal is not None:
-            self.journal.weights(now, version, name, keep)
-        self.finalizer.weights = version
-        if keep:
+            self.journal.weights(now, version, name, keep, beside)
+        live = [seq for group in self.groups.values() for seq in group if seq.finish is None]
+        self.versions.replace(version, live if beside else ())
+        if keep or beside:
             self.resources.keep_running(name)
         else:
             self.speculation.lost()
@@ -357,6 +384,7 @@ class Scheduler:
             stop_ids=sampled.stop_ids(request.eos_ids, params.stop_token_ids, params.ignore_eos),
             min_len=n_prompt + params.min_tokens,
             guide=self._guide(request, index, said, max_len - n_prompt),
+            prompt_features=admission.prompt_features_of(params, self.limits),
             plain=request.cache is None and not params.shows_more,
             order=policy.order_of(request.lane, request.priority, self._n_submitted),
             arrived=now,

@@ -352,5 +352,5 @@ class _Tape:
     def recover(self, now: float, error: str) -> None:
         raise Diverged(f"event {self.at}: the simulator has a fault: {error}")
 
-    def weights(self, now: float, version: str, keep: bool) -> None:
+    def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None:
         raise Diverged(f"event {self.at}: the simulator has no weights, and they became {version}")

@@ -39,7 +39,7 @@ class StepPrice:
     prefill_tokens: int
     collectives: int
     collective_mib: float
-    """Of their results on a device."""
+    """Of their results on a device. Those of branches that few steps take are left out."""
     collective_ms: float
     step_ms: float
     """Collectives among it."""
@@ -136,7 +136,7 @@ def simulation(
         if program.collectives is None:
             why = "its collectives are XLA's, and this process has fewer devices"
             raise ConfigError(f"sharding.mode: {why}", field="sharding.mode")
-        links.append(sum(_link_s(each, sizes, chip) for each in program.collectives))
+        links.append(sum(_link_s(each, sizes, chip) for each in program.usual))
         tokens.append(program.decode_rows + program.prefill_tokens)
     slope = (links[MANY] - links[FEW]) / (tokens[MANY] - tokens[FEW])
     whole = sum(math.prod(w.shape) * jnp.dtype(w.dtype).itemsize for w in explained.weights)
@@ -145,7 +145,7 @@ def simulation(
         share=explained.device_bytes * line.tp / whole,
         link_s=links[FEW] - slope * tokens[FEW],
         link_token_s=slope,
-        turns=_turns(sizes, chip),
+        turns=_turns(spec, chip),
     )
     config = config.on("cuda")
     groups = line.groups(config.cache)
@@ -188,20 +188,20 @@ def _chip(device: str) -> Chip:
 def _steps(explained: Explained, chip: Chip) -> list[StepPrice]:
     numbers = sum(w.device_bytes / jnp.dtype(w.dtype).itemsize for w in explained.weights)
     sizes, found = dict(explained.sharding.mesh), []
-    n = _turns(sizes, chip)
+    n = _turns(explained.sharding, chip)
     for program in explained.programs:
         if program.collectives is None:
             return []
         tokens = program.decode_rows + program.prefill_tokens
         read = explained.device_bytes / chip.bytes_per_s
         limit = n * max(read, 2 * numbers * tokens / chip.flops)
-        links = n * sum(_link_s(c, sizes, chip) for c in program.collectives)
+        links = n * sum(_link_s(c, sizes, chip) for c in program.usual)
         found.append(
             StepPrice(
                 decode_rows=program.decode_rows,
                 prefill_tokens=program.prefill_tokens,
-                collectives=sum(c.count for c in program.collectives),
-                collective_mib=sum(c.n_bytes for c in program.collectives) / 2**20,
+                collectives=sum(c.count for c in program.usual),
+                collective_mib=sum(c.n_bytes for c in program.usual) / 2**20,
                 collective_ms=links * 1e3,
                 step_ms=(limit / chip.reached + links + chip.step_s) * 1e3,
             )
@@ -209,9 +209,9 @@ def _steps(explained: Explained, chip: Chip) -> list[StepPrice]:
     return found
 
 
-def _turns(sizes: Mapping[str, int], chip: Chip) -> int:
-    """Devices of a group that share a machine; 1: each is its own."""
-    return math.prod(k for axis, k in sizes.items() if axis != "dp") if chip.shared else 1
+def _turns(sharding: Sharding, chip: Chip) -> int:
+    """Devices that share a machine, those of other groups too; 1: each is its own."""
+    return sharding.n_devices if chip.shared else 1
 
 
 def _link_s(collective: Collective, sizes: Mapping[str, int], chip: Chip) -> float:

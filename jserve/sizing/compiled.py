@@ -1,4 +1,4 @@
-"""Compiles a plan's steps for an absent device and reports bytes, flops, scratch and launches.
+"""Compiles the steps of a plan, or of a sharding, for an absent device and reports bytes, flops, scratch and launches.
 
 It owns the call of the deviceless compiler (``pallas_kernels.aot``, which needs the CUDA plugin's wheels and no
 GPU). The programs are the engine's: same model, pool, buckets and options.
@@ -15,18 +15,27 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.attention import backend
+from jserve.model.shard import ShardRules, make_mesh, mesh_of
 from jserve.model.step import StepModel, make_step
-from jserve.model.view import Bucket, buffer_size
+from jserve.model.view import Bucket, StepDims, buffer_size
+from jserve.runner.layout import partitionable
 from jserve.runner.programs import compile_options
-from jserve.runner.sizes import step_model
+from jserve.runner.sizes import attention_name, step_model
+from jserve.sharding import Sharding
+from jserve.sizing.explain import BUCKETS
 from jserve.sizing.layout import Layout
+from jserve.sizing.models import find
 from jserve.sizing.plan import Plan
 from pallas_kernels import aot
 
 DESCRIBED = ("h200",)
 """Devices that the compiler has a description of."""
+CAPABILITY = "9.0"
+SLOTS, ROW_TOKENS = 64, 8192
+"""Of the engine whose steps ``compiled_steps`` compiles; its scratch depends on them, its collectives do not."""
 
 
 def with_compiled(
@@ -38,11 +47,7 @@ def with_compiled(
     Raises:
         ConfigError: no description of that device, or no compiler for it here.
     """
-    if device not in DESCRIBED:
-        raise ConfigError(f"compile needs --device {' or '.join(DESCRIBED)}", field="compile")
-    reason = aot.available()
-    if reason is not None:
-        raise ConfigError(f"compile: {reason} (docs/kernels.md lists the wheels)", field="compile")
+    check(device)
     options, programs = laid.config.device, list(found.programs)
     mesh = make_mesh(options.tensor_parallel_size, aot.h200(laid.tp), options.expert_parallel_size)
     rules = ShardRules.of_mesh(mesh.shape, options.num_redundant_experts)
@@ -54,6 +59,48 @@ def with_compiled(
         programs[i] = dataclasses.replace(programs[i], compiled=figures)
     progress("compile", len(plain), len(plain))
     return dataclasses.replace(found, programs=tuple(programs))
+
+
+def check(device: str) -> None:
+    """Raises ConfigError where there is no description of ``device``, or no compiler for it here."""
+    if device not in DESCRIBED:
+        raise ConfigError(f"compile needs --device {' or '.join(DESCRIBED)}", field="compile")
+    reason = aot.available()
+    if reason is not None:
+        raise ConfigError(f"compile: {reason} (docs/kernels.md lists the wheels)", field="compile")
+
+
+def compiled_steps(
+    model: str, sharding: Sharding, weight_bytes: int, config: EngineConfig
+) -> tuple[dict[str, Any], ...]:
+    """The figures of the steps that ``explain_sharding`` looks at, compiled for the H200s of one group of
+    ``sharding``, with the attention that an engine would have there.
+
+    Args:
+        weight_bytes: on a device.
+
+    Raises:
+        ConfigError: the sharding or an option cannot be honoured for this model.
+    """
+    found = find(model, dtype=config.model.dtype)
+    mesh = mesh_of(sharding, aot.h200(sharding.group_size))
+    rules = ShardRules.of_sharding(sharding, mesh.shape)
+    config = partitionable(config, rules, "cuda")
+    name = attention_name(found.arch, config, found.dtype, "cuda", CAPABILITY)
+    attention, page_size = backend(name, "cuda"), config.cache.on("cuda").page_size
+    n_row_pages = ROW_TOKENS // page_size
+    made = StepModel(
+        family=found.family,
+        arch=found.arch,
+        backend=attention,
+        dims=StepDims(C=SLOTS, M=n_row_pages, Z=page_size, V=found.arch.V),
+        mesh=mesh,
+        rules=rules,
+        n_pages=1 + SLOTS * n_row_pages,
+        kv_dtype=attention.kv_dtype(found.dtype),
+        dtype=found.dtype,
+    )
+    return tuple(_figures(compile_step(made, bucket), weight_bytes) for bucket in BUCKETS)
 
 
 def compile_step(model: StepModel, bucket: Bucket) -> aot.Report:

@@ -69,6 +69,8 @@ class Collective:
     shape: tuple[int, ...]
     """Of the result on a device."""
     count: int
+    rare: bool = False
+    """Of branches that a step takes only where a request asks for it."""
 
     @property
     def n_bytes(self) -> int:
@@ -84,6 +86,11 @@ class StepCollectives:
     prefill_tokens: int
     collectives: tuple[Collective, ...] | None
     """None: mode auto, and this process has not as many devices."""
+
+    @property
+    def usual(self) -> tuple[Collective, ...]:
+        """Those of every step."""
+        return tuple(c for c in self.collectives or () if not c.rare)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,26 +182,30 @@ def _program(model: StepModel, bucket: Bucket) -> StepCollectives:
 
 def _traced(jaxpr: Any) -> Iterator[Collective]:
     counts = Counter(_equations(jaxpr))
-    for (op, axes, dtype, shape), count in counts.items():
-        yield Collective(op=op, axes=axes, dtype=dtype, shape=shape, count=count)
+    for (op, axes, dtype, shape, rare), count in counts.items():
+        yield Collective(op=op, axes=axes, dtype=dtype, shape=shape, count=count, rare=rare)
 
 
 def traced_collectives(jaxpr: Any) -> Iterator[str]:
     """``op dtype[shape] over axes`` of every collective that our code asks for."""
-    for op, axes, dtype, shape in _equations(jaxpr):
+    for op, axes, dtype, shape, _ in _equations(jaxpr):
         yield f"{op} {dtype}[{','.join(map(str, shape))}] over {','.join(axes)}"
 
 
-def _equations(jaxpr: Any) -> Iterator[tuple[Any, ...]]:
-    """(op, axes, dtype, shape) of every collective, those of inner functions each time that they are called."""
+def _equations(jaxpr: Any, *, rare: bool = False) -> Iterator[tuple[Any, ...]]:
+    """(op, axes, dtype, shape, rare) of every collective, those of inner functions each time that they are called. Of
+    the branches of a conditional all but the one with the fewest are ``rare``."""
     for eqn in jaxpr.eqns:
         if op := PRIMITIVES.get(eqn.primitive.name):
             axes = eqn.params.get("axes") or eqn.params["axis_name"]
             names = (axes,) if isinstance(axes, str) else tuple(axes)
             for out in eqn.outvars:
-                yield op, names, out.aval.dtype.name, tuple(out.aval.shape)
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
+                yield op, names, out.aval.dtype.name, tuple(out.aval.shape), rare
+        inner = [list(_equations(each, rare=rare)) for each in jaxprs_in_params(eqn.params)]
+        fewest = min(inner, key=len, default=[])
+        for found in inner:
+            unusual = eqn.primitive.name == "cond" and found is not fewest
+            yield from ((*one[:-1], True) for one in found) if unusual else found
 
 
 def _compiled(text: str) -> Iterator[Collective]:

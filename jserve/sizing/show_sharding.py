@@ -82,6 +82,7 @@ def _print_program(program: StepCollectives, console: Console) -> None:
     for c in program.collectives:
         shape = "x".join(map(str, c.shape))
         over = "+".join(c.axes) or "as XLA chose"
-        table.add_row(c.op, over, f"{shape} {c.dtype}", f"{c.count}", f"{c.n_bytes / 1024:.1f}")
+        row = c.op + " (few steps)" * c.rare, over, f"{shape} {c.dtype}", f"{c.count}"
+        table.add_row(*row, f"{c.n_bytes / 1024:.1f}")
     console.print(title, style="bold", highlight=False)
     console.print(table, highlight=False)

@@ -241,7 +241,9 @@ class FakeRunner:
             for group in pages:
                 cells = group.cells(group.visible(start, start + row.count))
                 out.finite_R[r] &= not self.poison_PZ[cells].any()
-        return replace(out, prompt=scores, extra=self._extra(plan, out))
+        return replace(
+            out, prompt=scores, extra=self._extra(plan, out), prompt_extra=_prompt_extra(plan)
+        )
 
     def _extra(self, plan: StepPlan, out: StepResult) -> dict[str, dict[int, list[int]]]:
         """Every step feature says each drawn token again."""
@@ -439,6 +441,15 @@ def _blank(R: int, J: int, *, top: bool, picks: int) -> StepResult:
         rank_RJ=np.zeros((R, J), np.int32) if counts else None,
         picked_RJK=np.zeros((R, J, picks), np.float32) if counts else None,
     )
+
+
+def _prompt_extra(plan: StepPlan) -> dict[str, dict[int, list[int]]]:
+    """Every step feature that is asked for them says the tokens of a prompt again."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for r, row in enumerate(plan.rows):
+        for name in row.prompt_features:
+            found.setdefault(name, {})[r] = list(row.tokens)
+    return found
 
 
 def _sum_of(value_S: Seq[int], at_S: np.ndarray) -> int:

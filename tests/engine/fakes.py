@@ -21,6 +21,7 @@ from jserve.ports import InFlight, RunnerLimits
 from jserve.sampling import SamplingParams
 from jserve.sched.recovery.bisection import FaultBisection
 from jserve.sched.scheduler import Scheduler
+from jserve.sched.versions import WeightVersions
 from jserve.types import Finish, Output, Request, RowPlan, SeqState, Sequence, StepPlan, StepResult
 
 LIMITS = RunnerLimits(
@@ -76,6 +77,7 @@ class FakeScheduler:
         self.n_resets = 0
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: dict[int, list[Sequence]] = {}
+        self.versions = WeightVersions()
         self.bisection = FaultBisection(self.live)
         self.device_fault = self.bisection.device_fault
 

@@ -34,20 +34,29 @@ class WeighedRunner(FakeRunner):
     """A fake whose weights are a number: KV and draws depend on it. With ``strict`` no row may read KV of other
     weights; else only a sequence that read it before they changed."""
 
-    def __init__(self, limits: Any = LIMITS, *, strict: bool = True) -> None:
+    def __init__(self, limits: Any = LIMITS, *, strict: bool = True, step_s: float = 0.0) -> None:
         self.weights, self.strict = 0, strict
+        self.old: int | None = None
+        """The weights of before, beside the others."""
+        self.turns: list[bool] = []
+        """Of each step, whether it has them."""
         self.gone = ""
         """As ``LiveWeights.weights_fault``."""
         self.asleep: set[str] = set()
         self.seen: dict[tuple[str, int], set[tuple[int, int, int]]] = defaultdict(set)
-        super().__init__(limits)
+        super().__init__(limits, step_s=step_s)
 
     def reset(self) -> None:
         super().reset()
+        self.n_old = 0
+        """Steps in flight that have the weights of before."""
         self.weights_PZ = np.full(self.token_PZ.shape, -1, np.int64)
         self.written_PZ = np.zeros(self.token_PZ.shape, np.int64)
 
-    def update_weights(self, source: Any, *, partial: bool, donate: bool, alias: bool) -> str:
+    def update_weights(
+        self, source: Any, *, partial: bool, donate: bool, alias: bool, beside: bool = False
+    ) -> str:
+        assert self.old is None, "there are two versions already"
         assert self.n_collected == self.n_launched, "a step is in flight"
         if source == WRONG:
             raise WeightsError("params.a: shape", field="params.a")
@@ -55,6 +64,7 @@ class WeighedRunner(FakeRunner):
             raise ZeroDivisionError
         if source == NOWHERE:
             raise ConfigError("no such directory", field="model")
+        self.old = self.weights if beside else None
         self.weights, self.gone = source, ""
         return f"stamp {source}"
 
@@ -71,7 +81,23 @@ class WeighedRunner(FakeRunner):
 
     def launch(self, plan: Any) -> Any:
         assert not self.asleep, "a step while asleep"
-        return super().launch(plan)
+        self.turns.append(plan.old_weights)
+        if not plan.old_weights:
+            return super().launch(plan)
+        assert self.old is not None, "the weights of before are gone"
+        weights, self.weights, self.n_old = self.weights, self.old, self.n_old + 1
+        try:
+            return super().launch(plan)
+        finally:
+            self.weights = weights
+
+    def collect(self, flight: Any) -> Any:
+        self.n_old -= flight.plan.old_weights
+        return super().collect(flight)
+
+    def end_beside(self) -> None:
+        assert not self.n_old, "a step with the weights of before is in flight"
+        self.old = None
 
     def _write(self, row: Any, pages: Any, start: int, tokens: Any, *rest: Any) -> None:
         super()._write(row, pages, start, tokens, *rest)
@@ -115,8 +141,9 @@ def next_token(request: Request, tokens: list[int], weights: int) -> int:
     return fresh.model.draw(seen, n, 0, request.params, (), 0)
 
 
-def engine_of(overlap: int = 1, *, strict: bool = True, **more: Any) -> Engine:
-    return Engine(Scheduler(LIMITS, CONFIG, **more), WeighedRunner(strict=strict), overlap=overlap)
+def engine_of(overlap: int = 1, *, strict: bool = True, step_s: float = 0.0, **more: Any) -> Engine:
+    runner = WeighedRunner(strict=strict, step_s=step_s)
+    return Engine(Scheduler(LIMITS, CONFIG, **more), runner, overlap=overlap)
 
 
 def ask(engine: Engine, action: Any, **fields: Any) -> Control:
@@ -211,7 +238,7 @@ def test_under_any_policy_nobody_reads_kv_of_others_weights(overlap: int, seed: 
     """The runner asserts it of each row; every choice has one end."""
     rng = random.Random(seed)
     engine, requests = engine_of(overlap, strict=False), workload(rng, 16)
-    policies = ["mix", "mix", "recompute", "abort", "finish"]
+    policies = ["mix", "mix", "recompute", "abort", "finish", "beside"]
     outputs = run(engine, requests, rng, policies)
     found, drew = by_choice(outputs), versions(outputs)
     for r in requests:
@@ -247,6 +274,100 @@ def test_finish_ends_those_of_before_under_the_old_weights(overlap: int) -> None
     assert {key: found[key] for key in before} == before
     assert {out.weights for out in outputs if out.request_id.startswith("late")} == {"five"}
     assert {out.weights for out in outputs if not out.request_id.startswith("late")} == {"0"}
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_beside_the_new_ones_those_of_before_end_under_the_old_weights(
+    overlap: int, seed: int
+) -> None:
+    """In turns, as if the others were not there; later updates wait until only one version is left."""
+    rng = random.Random(seed)
+    engine, requests = engine_of(overlap), workload(rng, 16)
+    outputs, left, version, refused = [], list(requests), 0, 0
+    runner: Any = engine.runner
+    while left or engine.busy:
+        while left and rng.random() < 0.4:
+            engine.submit(left.pop())
+        if rng.random() < 0.2:
+            version += 1
+            fields = {"source": version, "version": f"v{version}", "running": "beside"}
+            ask(engine, "update_weights", **fields)
+        outputs += engine.step()
+        refused += sum(a.error_code == "operation_pending" for a in engine.take_answers())
+        engine.scheduler.resources.check()
+    assert engine.scheduler.counters()["step_faults_total"] == 0, "an assertion of the runner"
+    assert engine.n_updates
+    assert refused
+    pairs = [*pairwise(runner.turns)]
+    assert (True, False) in pairs
+    assert (False, True) in pairs
+    found, drew = by_choice(outputs), versions(outputs)
+    for r in requests:
+        for i in range(r.params.n):
+            tokens, ends = found[r.id, i]
+            assert ends == [Finish.LENGTH]
+            (weights,) = {*drew[r.id, i]}
+            for k, token in enumerate(tokens):
+                assert token == next_token(r, [*r.prompt_ids, *tokens[:k]], weights), (r.id, i, k)
+    assert len({w for drawn in drew.values() for w in drawn}) > 1
+    assert runner.old is None
+    assert not engine.beside
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_with_two_versions_new_requests_start_at_once(overlap: int) -> None:
+    engine = engine_of(overlap)
+    runner: Any = engine.runner
+    long = Request(
+        id="long", prompt_ids=(1, 2, 3), params=SamplingParams(temperature=0, max_tokens=20)
+    )
+    short = dataclasses.replace(
+        long, id="short", params=SamplingParams(temperature=0, max_tokens=4)
+    )
+    engine.submit(long)
+    outputs = [*engine.step(), *engine.step()]
+    ask(engine, "update_weights", source=5, running="beside", version="five")
+    engine.submit(short)
+    outputs += engine.step()
+    (answer,) = engine.take_answers()
+    assert (answer.info["version"], answer.info["ending"]) == ("five", 1)
+    for action, fields in (("update_weights", {"source": 6}), ("sleep", {})):
+        busy, more = told(engine, action, **fields)
+        assert busy.error_code == "operation_pending"
+        outputs += more
+    outputs += engine.drain()
+    order = [(out.request_id, out.weights) for out in outputs if out.finish is not None]
+    assert order == [("short", "five"), ("long", "0")]
+    assert {(out.request_id, out.weights) for out in outputs} == {*order}
+    tokens, _ = by_choice(outputs)["long", 0]
+    assert tokens == by_choice(alone(long))["long", 0][0]
+    assert (runner.old, engine.beside) == (None, False)
+    again, _ = told(engine, "update_weights", source=6, running="beside")
+    assert again.info["ending"] == 0
+    assert runner.old is None, "nobody is left who needs them"
+
+
+@pytest.mark.parametrize("ends", ["abort", "cancel", "fault"])
+def test_the_old_weights_go_whatever_ends_those_who_need_them(ends: str) -> None:
+    engine, r = engine_of(), workload(random.Random(2))[3]
+    runner: Any = engine.runner
+    engine.submit(r)
+    outputs = [*engine.step(), *engine.step()]
+    ask(engine, "update_weights", source=5, running="beside", version="five")
+    outputs += engine.step()
+    assert runner.old == 0
+    if ends == "cancel":
+        engine.cancel(r.id)
+    elif ends == "abort":
+        ask(engine, "pause", running="abort")
+    else:
+        runner.fail_next = RuntimeError("a step raised")
+    outputs += engine.drain()
+    assert runner.old is None
+    tokens, finish = by_choice(outputs)[r.id, 0]
+    assert finish == [Finish.LENGTH if ends == "fault" else Finish.ABORT]
+    assert tokens == by_choice(alone(r))[r.id, 0][0][: len(tokens)]
 
 
 def test_weights_that_do_not_fit_leave_all_as_it_was() -> None:
@@ -348,7 +469,9 @@ def test_a_journal_with_other_weights_replays(seed: int, tmp_path: Any) -> None:
 async def test_an_engine_in_a_thread_takes_arrays_and_its_outputs_are_not_merged_across_versions() -> (
     None
 ):
-    engine = AsyncEngine(lambda: InprocClient(CONFIG, lambda *_: (engine_of(strict=False), {})))
+    # Slow steps, so that the pause comes amid the answer however busy this machine is.
+    made = engine_of(strict=False, step_s=0.02)
+    engine = AsyncEngine(lambda: InprocClient(CONFIG, lambda *_: (made, {})))
     await engine.start()
     try:
         params = SamplingParams(temperature=0, max_tokens=50)

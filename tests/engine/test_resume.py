@@ -18,6 +18,7 @@ from jserve.sched.record.journal import JournalFile
 from jserve.sched.record.replay import replay
 from jserve.types import Finish, Output, Request
 from tests.grammar import kit
+from tests.sched.sched_drive import wants_prompt
 
 SPECS = [
     None,
@@ -46,7 +47,7 @@ FREE = {
     "logit_bias": [{}, {50: 5.0, 51: -100.0}],
     "bad_token_ids": [(), ((60,), (61, 62))],
     "n": [1, 2, 3],
-    "extra_args": [{}, {"echo": 1}],
+    "extra_args": [{}, {"echo": 1}, {"echo": "prompt"}],
     "thinking_token_budget": [None, 3, -1],
 }
 """Values of each field of a request; log-probabilities and structures exclude others."""
@@ -135,8 +136,8 @@ def play(requests: list[Request], *cuts: int, **options: Any) -> tuple[dict, int
 
 
 def _engine(**options: Any) -> Engine:
-    features = {"echo": lambda asked: None}
-    return kit.engine(all_guides=GUIDES, picks=4, features=features, **options)
+    asked = {"features": {"echo": str}, "prompt_features": {"echo": wants_prompt}}
+    return kit.engine(all_guides=GUIDES, picks=4, **asked, **options)
 
 
 def check_every_cut(seed: int, **options: Any) -> None:

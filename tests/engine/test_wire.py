@@ -56,6 +56,8 @@ OUTPUT = Output(
     token_ids=(7, 8),
     logprobs=(TokenLogprob(token=7, logprob=-0.5, top_ids=(7,), top_logprobs=(-0.5,)),),
     prompt_logprobs=(None, TokenLogprob(token=2, logprob=-1.0)),
+    extra={"echo": (7, 8)},
+    prompt_extra={"echo": (1, 2, 3)},
     finish=Finish.STOP,
     stop_reason=8,
     seed=2**63 - 1,

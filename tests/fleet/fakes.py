@@ -141,7 +141,9 @@ class DirectoryRunner(WeighedRunner):
         time.sleep(STEP_S)
         return super().collect(flight)
 
-    def update_weights(self, source: str, *, partial: bool, donate: bool, alias: bool) -> str:
+    def update_weights(
+        self, source: str, *, partial: bool, donate: bool, alias: bool, beside: bool = False
+    ) -> str:
         wait = Path(source) / "seconds"
         time.sleep(float(wait.read_text()) if wait.exists() else 0.0)
         if not (Path(source) / "weights").exists():

@@ -29,10 +29,12 @@ class LiveRunner(FakeRunner):
     def weights_fault(self) -> str:
         return ""
 
-    def update_weights(self, source, *, partial=False, donate=False, alias=False) -> None:
+    def update_weights(self, source, *, partial=False, donate=False, alias=False, beside=False):
         if self.fault:
             raise BadRequest("params: it does not fit", field="params")
         self.sources.append(source)
+
+    def end_beside(self) -> None: ...
 
     def sleep(self, parts) -> None: ...
 
@@ -174,6 +176,8 @@ def test_engines_that_disagree_are_dead_and_what_all_refuse_is_refused() -> None
     assert refused.error_field == "alias"
     (refused,) = ask(both, Control(id="d", action="update_weights", source="w", donate=True))
     assert refused.error_field == "donate"
+    (refused,) = ask(both, Control(id="d", action="update_weights", source="w", running="beside"))
+    assert refused.error_field == "running"
     with pytest.raises(BadRequest, match="donate"):
         both.carry_out(Control(id="d", action="update_weights", source="w", donate=True))
 

@@ -334,6 +334,7 @@ async def test_prefixes_are_found_under_new_weights_and_old_ones_again(models):
         ({"source": "x", "partial": True}, "partial"),
         ({"source": "x", "donate": True}, "donate"),
         ({"source": "x", "alias": True}, "alias"),
+        ({"source": "x", "running": "beside"}, "running"),
         ({"source": "x", "canary": 1.0}, "canary"),
         ({"source": "x", "canary": -0.5}, "canary"),
         ({"source": "x", "canary": 0.5}, "canary"),

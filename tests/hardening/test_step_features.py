@@ -52,6 +52,22 @@ async def test_a_stream_has_them_beside_its_tokens(made: World, path: str) -> No
     assert values == whole["choices"][0]["token_ids"]
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_of_the_prompt_come_once_with_the_first_token(made: World, path: str) -> None:
+    body = BODIES[path] | {"vllm_xargs": {"echo": "prompt"}, "temperature": 0, "n": 2}
+    _, answer, _ = await made.srv.post(path, body)
+    ids = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+    for choice in answer["choices"]:
+        assert choice["prompt_extra"] == {"echo": ids}
+    asked = {k: v for k, v in body.items() if k != "return_token_ids"}
+    told = [c for e in (await made.srv.events(path, asked))[:-1] for c in e["choices"]]
+    for index in (0, 1):
+        found = [c["prompt_extra"] for c in told if c["index"] == index and "prompt_extra" in c]
+        assert found == [{"echo": ids}]
+    _, answer, _ = await made.srv.post(path, BODIES[path] | ECHO)
+    assert "prompt_extra" not in answer["choices"][0]
+
+
 async def test_a_stop_string_cuts_them_with_the_tokens(made: World) -> None:
     body = BODIES[COMP] | ECHO
     _, whole, _ = await made.srv.post(COMP, body)
@@ -70,6 +86,9 @@ async def test_responses_have_them_in_the_response(made: World) -> None:
     assert len(answer["extra"]["echo"]) == 9
     assert events[-1]["response"]["extra"] == answer["extra"]
     assert "extra" not in events[0]["response"]
+    assert "prompt_extra" not in answer
+    _, answer, _ = await made.srv.post(RESPONSES, body | {"vllm_xargs": {"echo": "prompt"}})
+    assert len(answer["prompt_extra"]["echo"]) == answer["usage"]["input_tokens"]
 
 
 async def test_taps_are_given_where_they_are_allowed() -> None:

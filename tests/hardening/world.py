@@ -40,8 +40,8 @@ CHAT, COMP = "/v1/chat/completions", "/v1/completions"
 
 
 def takes_one(asked: Any) -> None:
-    """The check of the runner's one step feature, which says each drawn token again."""
-    if asked != 1:
+    """The check of the runner's one step feature, which says each drawn token again, or those of the prompt too."""
+    if asked not in (1, "prompt"):
         raise ValueError(f"must be 1, not {asked!r}")
 
 
@@ -57,6 +57,7 @@ LIMITS = RunnerLimits(
     max_model_len=CONTEXT,
     vocab_size=VOCAB,
     features={"echo": takes_one},
+    prompt_features={"echo": lambda asked: asked == "prompt"},
 )
 OPTIONS = {"max_num_seqs": 6, "max_num_batched_tokens": 38}
 

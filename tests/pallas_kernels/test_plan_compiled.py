@@ -78,3 +78,26 @@ def test_a_device_without_a_description_is_refused() -> None:
     found, laid = sizing.plan("qwen3-0.6b", "b200", (), EngineConfig())
     with pytest.raises(ConfigError, match="compile needs --device h200"):
         with_compiled(found, laid, "b200", lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["tp=2", "dp=2,tp=2", '{"mesh": {"tp": 2}, "mode": "auto"}'])
+def test_the_steps_of_a_sharding(tmp_path, spec) -> None:
+    """``jserve bench shard --compile`` of one layer: collectives as traced, and those of XLA's partitioner."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 1}))
+    words = ["--spec", spec, "--compile", "--dtype", "bfloat16", "--json"]
+    done = CliRunner().invoke(app, ["bench", "shard", str(path), *words])
+    assert done.exit_code == 0, done.output
+    [row] = json.loads(done.stdout)["specs"]
+    assert len(row["compiled"]) == 2
+    for i, figures in enumerate(row["compiled"]):
+        n = sum(figures["collectives"].values())
+        assert figures["launches"] == 1
+        if "auto" in spec:  # with dense attention, which gathers the context
+            assert n >= 3
+            continue
+        assert n == row["steps"][i]["collectives"]
+        assert figures["spilled_bytes"] == 0
+        assert 1 < figures["bytes_over_weights"] < 1.6
+        assert 0 < figures["temp_bytes"] < 64 << 20

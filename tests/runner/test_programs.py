@@ -4,6 +4,7 @@ programs."""
 from __future__ import annotations
 
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +240,18 @@ def test_a_runner_compiles_with_the_options_it_was_asked_for(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         make_runner(cuda_graphs="off")
     assert asked == [("cpu", "off")]
+
+
+def test_a_program_that_does_not_compile_ends_the_start_without_those_behind_it():
+    begun = []
+
+    def compiler(name, *args, **how):
+        begun.append(name)
+        if len(begun) > 1:
+            time.sleep(0.5)
+        raise ValueError("no program")
+
+    model, buckets = runner("xla").model, [Bucket(D=d, P=0, F=0) for d in (2, 4, 8)]
+    with pytest.raises(ValueError, match="no program"):
+        programs.Programs(model, buckets, threads=1, compiler=compiler)
+    assert len(begun) <= 2

@@ -24,6 +24,11 @@ from jserve.types import Finish, Output, Request, SeqState, StepPlan
 VOCAB = 11
 
 
+def wants_prompt(asked: object) -> bool:
+    """Step feature echo of the fake runner says the prompt again where it is asked for that."""
+    return asked == "prompt"
+
+
 def limits(**changes) -> RunnerLimits:
     base = {
         "n_slots": 4,
@@ -37,6 +42,8 @@ def limits(**changes) -> RunnerLimits:
         "max_model_len": 64,
         "vocab_size": VOCAB,
         "picks": 4,
+        "features": {"echo": str},
+        "prompt_features": {"echo": wants_prompt},
     }
     return RunnerLimits(**(base | changes))
 
@@ -397,6 +404,8 @@ class Drive:
         else:
             assert out.logprobs is None
         first = n_before == 0 and (out.token_ids or out.finish is Finish.LENGTH)
+        said = {"echo": req.prompt_ids} if wants_prompt(params.extra_args.get("echo")) else None
+        assert out.prompt_extra == (said if first else None)
         if params.prompt_logprobs is None or not first:
             assert out.prompt_logprobs is None
             return

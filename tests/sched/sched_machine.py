@@ -77,6 +77,7 @@ requests = st.fixed_dictionaries(
                 {"logprobs": 2},
                 {"logprob_token_ids": (3, 0, 3)},
                 {"prompt_logprobs": 3},
+                {"extra_args": {"echo": "prompt"}},
                 {"stop_token_ids": (4,), "min_tokens": 1},
                 {"seed": 7, "repetition_penalty": 1.3},
                 {"ignore_eos": True},

@@ -68,7 +68,16 @@ def _random_request(rng: random.Random, id: str, drive: Drive):
         return turn if len(turn.prompt_ids) < 40 else request(id, [1, 2, 3])
     prompt = [*rng.choice([[1, 2, 3, 4] * 2, [1, 2, 3, 4], [5] * 8])[: rng.choice([4, 8])]]
     prompt += [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 5))]
-    extras = rng.choice([{}, {}, {"frequency_penalty": 1.0}, {"prompt_logprobs": 1}, {"n": 2}])
+    extras = rng.choice(
+        [
+            {},
+            {},
+            {"frequency_penalty": 1.0},
+            {"prompt_logprobs": 1},
+            {"extra_args": {"echo": "prompt"}},
+            {"n": 2},
+        ]
+    )
     wanted = rng.choice([1, 4, 12, 25])
     return request(id, prompt, eos=(3,), max_tokens=wanted, temperature=1.0, **extras)
 
@@ -96,8 +105,8 @@ def tail_page_freed_one_step_early(patch):
     freeze, release = PlanBuilder.freeze, PageCache.release
     early = {}
 
-    def freeze_and_free(self, step, cache):
-        plan = freeze(self, step, cache)
+    def freeze_and_free(self, step, cache, **how):
+        plan = freeze(self, step, cache, **how)
         for seq in self.seqs:
             lease, last_but_one = seq.lease, len(seq.tokens) + seq.in_flight == seq.max_len - 1
             if last_but_one and lease not in early and lease.n_published < len(lease.pages):
@@ -194,7 +203,7 @@ def readmitted_with_rows_in_flight(patch):
         for seq in list(self.resources.waiting):
             if self._may_admit(draft) and self.resources.enter(seq):
                 draft.load(seq)
-                draft.prefill(seq, score=resources.owes_scores(seq))
+                draft.prefill(seq, owed=resources.owes_prompt(seq))
 
     patch.setattr(PrefillPlanner, "_admit", admit)
 
@@ -268,6 +277,7 @@ SILENT = [
 def test_the_output_oracle_alone_catches_it(bug, monkeypatch):
     """Without any look inside: the tokens themselves, or the device, betray the bug."""
     bug(monkeypatch)
-    monkeypatch.setattr(Drive, "check", lambda self: None)
+    for looks_inside in ("check", "check_idle"):
+        monkeypatch.setattr(Drive, looks_inside, lambda self: None)
     with pytest.raises(AssertionError, match=r"diverged|never written|one position|scratch"):
         torture_all()

@@ -381,6 +381,27 @@ def test_prompt_logprobs_compute_every_position_and_survive_preemption():
     assert len(told.outputs[0].prompt_logprobs) == 12
 
 
+def test_values_of_a_prompt_are_of_every_token_and_survive_preemption():
+    drive = Drive(max_prefill_chunk=4)
+    prompt = [1, 2, 3, 4] * 3
+    drive.add(request("warm", prompt))
+    drive.run()
+    drive.add(request("told", prompt, extra_args={"echo": "prompt"}))
+    drive.add(request("plain", prompt, extra_args={"echo": 1}))
+    drive.step()
+    drive.step()
+    resources = drive.scheduler.resources
+    told = next(seq for seq in resources.running if seq.request.id == "told")
+    assert len(drive.scheduler.prompt_values) == 1, "a chunk has come"
+    resources.preempt(told)
+    drive.run()
+    (first, *rest) = drive.told["told", 0].outputs
+    assert (first.n_cached, first.prompt_extra) == (0, {"echo": tuple(prompt)})
+    assert all(out.prompt_extra is None for out in rest)
+    assert drive.told["plain", 0].outputs[0].n_cached == 8
+    assert not len(drive.scheduler.prompt_values)
+
+
 # -- seeds and the queue
 
 

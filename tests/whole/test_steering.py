@@ -22,6 +22,7 @@ from jserve.model.features import register_feature
 from jserve.model.hand import step_model
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, buffer_size
+from jserve.sched.cache import handles as caching
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
 from tests.fleet.fakes import LIMITS
@@ -115,6 +116,55 @@ def test_steered_and_plain_rows_share_steps_and_no_kv(llm: LLM) -> None:
     assert "mood" not in both.outputs[0].extra
 
 
+def within(n: int, start: int, stop: int) -> np.ndarray:
+    """float32[n, 1]: 1 at positions ``start`` to before ``stop``."""
+    at = np.arange(n)
+    return ((at >= start) & (at < stop)).astype(np.float32)[:, None]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_parts_of_a_text_are_steered_and_others_are_not(llm: LLM) -> None:
+    """Side by side, and again with what is cached of each."""
+    n = len(llm.generate([PROMPT], params(1), use_tqdm=False)[0].prompt_token_ids)
+    along = CALM / np.linalg.norm(CALM)
+    cases: dict[str, tuple[dict[str, Any], Any]] = {
+        "prompt": (
+            {"mood": ["calm", 2.0, "prompt"]},
+            lambda x: x + within(len(x), 0, n) * 2 * CALM,
+        ),
+        "drawn": ({"mood": ["calm", 2.0, "drawn"]}, lambda x: x + within(len(x), n, 99) * 2 * CALM),
+        "two": (
+            {"mood": ["calm", 1.0, "3:20", OTHER.tolist(), -1.5, f"{n + 2}:"]},
+            lambda x: x + within(len(x), 3, 20) * CALM - 1.5 * within(len(x), n + 2, 99) * OTHER,
+        ),
+        "fixed": (
+            {"fixed": ["calm", 1.5, ":4"]},
+            lambda x: jnp.where(within(len(x), 0, 4) > 0, 1.5 * CALM, x),
+        ),
+        "less": (
+            {"less": ["calm", 1.0, "drawn"]},
+            lambda x: x - within(len(x), n, 99) * jnp.outer(x @ along, along),
+        ),
+        "plain": ({}, lambda x: x),
+    }
+    asked = [params(24, **extra) for extra, _ in cases.values()]
+    programs = llm._engine.runner.programs  # type: ignore[attr-defined]
+    for again in (False, True):
+        compiled = programs.late_compiles  # by the passes over whole texts
+        outs = llm.generate([PROMPT] * len(cases), asked, use_tqdm=False)
+        assert programs.late_compiles == compiled
+        for out, (name, (_, changed)) in zip(outs, cases.items(), strict=True):
+            want = expected(llm, out, changed)
+            np.testing.assert_allclose(drawn(out)[1], want, atol=1e-4, err_msg=name)
+            assert not again or out.num_cached_tokens > 0, name
+    first = outs[0]
+    longer = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    (out,) = llm.generate({"prompt_token_ids": longer}, asked[0], use_tqdm=False)
+    want = expected(llm, out, lambda x: x + within(len(x), 0, len(longer)) * 2 * CALM)
+    np.testing.assert_allclose(drawn(out)[1], want, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
@@ -130,6 +180,13 @@ def test_steered_and_plain_rows_share_steps_and_no_kv(llm: LLM) -> None:
         [[float("inf")] * D, 1.0],
         ["calm", 1.0] * 3,
         [],
+        ["calm", 1.0, "prompt", "prompt"],
+        ["prompt", 1.0],
+        ["calm", 1.0, "answer"],
+        ["calm", 1.0, "9:9"],
+        ["calm", 1.0, "-3:"],
+        ["calm", 1.0, "1:2:3"],
+        ["calm", 1.0, "0:99999999999"],
     ],
 )
 def test_what_is_asked_is_checked(llm: LLM, asked: Any) -> None:
@@ -146,18 +203,32 @@ def test_all_that_changes_kv_is_in_its_name() -> None:
         steering("mood", "blocks.1.hook_resid_pre", vectors={"calm": CALM}),
         steering("mood", POINT, vectors={"calm": OTHER}),
     ]
-    names = [feature.kv_name(asked) for feature in (one, *others)] + [one.kv_name(["calm", 2.5])]
+    names = [feature.kv_name(asked, 9) for feature in (one, *others)]
+    parts = [["calm", 2.5], *([*asked, where] for where in ("prompt", "drawn", "2:9", "2:", ":8"))]
+    names += [one.kv_name(each, 9) for each in parts] + [one.kv_name([*asked, "prompt"], 10)]
     assert len({*names}) == len(names)
-    assert one.kv_name([CALM.tolist(), 2.0]) == names[0] == made().kv_name(asked)
+    assert one.kv_name([CALM.tolist(), 2.0], 10) == names[0] == made().kv_name([*asked, ":"], 9)
+    assert one.kv_name([*asked, ":9"], 4) == one.kv_name([*asked, "prompt"], 9)
 
 
 def test_a_name_that_a_request_came_with_is_not_taken() -> None:
-    limits = replace(LIMITS, kv_names={"echo": str})
+    limits = replace(LIMITS, kv_names={"echo": lambda asked, n_prompt: f"{asked}/{n_prompt}"})
     scheduler = Scheduler(limits, EngineConfig.of(max_num_seqs=2, max_num_batched_tokens=32))
     plain = Request(id="a", prompt_ids=(1,), params=SamplingParams(), kv_name="echo:1")
     assert scheduler.with_kv_name(plain).kv_name == ""
     asked = replace(plain, params=SamplingParams(extra_args={"echo": 2}))
-    assert scheduler.with_kv_name(asked).kv_name == "echo:2"
+    assert scheduler.with_kv_name(asked).kv_name == "echo:2/1"
+
+
+def test_with_a_named_cache_the_name_counts_its_tokens_too() -> None:
+    limits = replace(LIMITS, kv_names={"echo": lambda asked, n_prompt: f"{asked}/{n_prompt}"})
+    scheduler = Scheduler(limits, EngineConfig.of(max_num_seqs=2, max_num_batched_tokens=32))
+    asked = SamplingParams(extra_args={"echo": 2}, max_tokens=2)
+    first = Request(id="made", prompt_ids=tuple(range(16)), params=asked, cache="c")
+    caching.create(scheduler, first, 60.0, 0.0)
+    scheduler.submit(replace(first, id="user", prompt_ids=tuple(range(16, 32))), 0.0)
+    (seq,) = scheduler.groups["user"]
+    assert (seq.n_prompt, seq.request.kv_name) == (32, "echo:2/32")
 
 
 @pytest.mark.parametrize(
@@ -166,6 +237,8 @@ def test_a_name_that_a_request_came_with_is_not_taken() -> None:
         {"vectors": {"a": [1.0, float("nan")]}},
         {"vectors": {"a": [1.0], "b": [1.0, 2.0]}},
         {"vectors": {"a": [1.0]}, "mode": "multiply"},
+        {"vectors": {"prompt": [1.0]}},
+        {"vectors": {"a:b": [1.0]}},
         {},
     ],
 )

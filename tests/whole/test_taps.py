@@ -21,6 +21,7 @@ from jserve.model.features import register_feature
 from jserve.model.hand import step_model
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, buffer_size
+from tests.model.assembly import assemble_all
 from tests.whole.conftest import SMALL_OPTIONS
 
 POINTS = ("blocks.0.hook_mlp_out", "blocks.1.hook_resid_post")
@@ -32,28 +33,25 @@ PROMPTS = ["the fox", " ".join(["the quick brown fox jumps over the lazy dog"] *
 def llm(tiny_dir: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "_REGISTERED", {})
-        register_feature(tap("probe", *POINTS))
-        register_feature(
-            tap("size", "blocks.1.hook_resid_post", reduce=lambda x_PD: (x_PD**2).sum())
-        )
-        with LLM(str(tiny_dir), **SMALL_OPTIONS) as made:
+        register_feature(tap("probe", *POINTS, prompt=True))
+        register_feature(tap("size", POINTS[1], reduce=lambda x_PD: (x_PD**2).sum(), prompt=True))
+        with LLM(str(tiny_dir), **SMALL_OPTIONS, page_size=16) as made:
             yield made
 
 
-def asked(*names: str, **rest: Any) -> SamplingParams:
-    extra = dict.fromkeys(names, True)
+def asked(*names: str, of: Any = True, **rest: Any) -> SamplingParams:
+    extra = dict.fromkeys(names, of)
     return SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args=extra, **rest)
 
 
 def whole(llm: LLM, out: Any) -> np.ndarray:
-    """float32[tokens, points, D] of the text in one pass."""
+    """float32[tokens, points, D] of the text in one pass, from its first token to the last but one."""
     model = functional.model(json.loads((Path(llm.config.model.model) / "config.json").read_text()))
     ids = jnp.array([*out.prompt_token_ids, *out.outputs[0].token_ids])
     params = llm._engine.runner.params  # type: ignore[attr-defined]
     run = jax.jit(partial(functional.forward, model), static_argnames="taps")
     _, found = run(params, ids, jnp.zeros_like(ids), taps=POINTS)
-    first = len(out.prompt_token_ids) - 1
-    return np.stack([found[name][first:-1] for name in POINTS], axis=1)
+    return np.stack([found[name][:-1] for name in POINTS], axis=1)
 
 
 @pytest.mark.slow
@@ -65,7 +63,9 @@ def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) 
     assert llm._engine.runner.programs.late_compiles == 0  # type: ignore[attr-defined]
     for out in outs[:2]:
         found = np.array(out.outputs[0].extra["probe"], np.float32)
-        np.testing.assert_allclose(found, whole(llm, out), rtol=1e-4, atol=1e-4)
+        want = whole(llm, out)[len(out.prompt_token_ids) - 1 :]
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+        assert not out.prompt_extra
     size = np.array(outs[1].outputs[0].extra["size"])
     want = (np.array(outs[1].outputs[0].extra["probe"])[:, 1] ** 2).sum(axis=1)
     np.testing.assert_allclose(size, want, rtol=1e-4)
@@ -76,9 +76,68 @@ def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_prompt_has_values_of_every_token_whatever_is_cached(llm: LLM) -> None:
+    """Two in chunks beside a short one and one that asks for drawn tokens alone; then all again, cached."""
+    params = [
+        asked("probe", "size", of="prompt"),
+        asked("probe", of="prompt"),
+        asked("probe"),
+        asked("size", of="prompt", n=2),
+    ]
+    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    programs = llm._engine.runner.programs  # type: ignore[attr-defined]
+    for again in (False, True):
+        compiled = programs.late_compiles  # by the passes over whole texts
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        assert programs.late_compiles == compiled
+        for out in outs[:2]:
+            n = len(out.prompt_token_ids)
+            told, drawn = out.prompt_extra["probe"], out.outputs[0].extra["probe"]
+            assert (len(told), out.num_cached_tokens) == (n, 0)
+            assert told[-1] == drawn[0], "the last token of the prompt is where the first is drawn"
+            found = np.array([*told, *drawn[1:]], np.float32)
+            np.testing.assert_allclose(found, whole(llm, out), rtol=1e-4, atol=1e-4)
+        probe, size = (np.array(outs[0].prompt_extra[name]) for name in ("probe", "size"))
+        np.testing.assert_allclose(size, (probe[:, 1] ** 2).sum(axis=1), rtol=1e-4)
+        assert not outs[2].prompt_extra
+        assert not again or outs[2].num_cached_tokens > 0
+        np.testing.assert_allclose(outs[3].prompt_extra["size"], size, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_values_of_a_prompt_are_the_hidden_states_of_transformers(llm: LLM) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.model import hf
+
+    config = json.loads((Path(llm.config.model.model) / "config.json").read_text())
+    model = functional.model(config)
+    oracle, _ = hf.tiny(
+        "LlamaForCausalLM", **{k: v for k, v in config.items() if k != "architectures"}
+    )
+    names = ("blocks.1.hook_resid_pre", "ln_final.hook_normalized")
+    params = assemble_all(model.specs, hf.weights(oracle), model.dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "_REGISTERED", {})
+        register_feature(tap("states", *names, prompt=True))
+        with LLM(llm.config.model.model, params=params, **SMALL_OPTIONS) as made:
+            (out,) = made.generate([PROMPTS[1]], asked("states", of="prompt"), use_tqdm=False)
+    with torch.no_grad():
+        ids = torch.tensor([out.prompt_token_ids])
+        states = oracle(ids, output_hidden_states=True).hidden_states
+    want = np.stack([states[1][0].numpy(), states[-1][0].numpy()], axis=1)
+    np.testing.assert_allclose(out.prompt_extra["states"], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_is_asked_is_checked(llm: LLM) -> None:
-    with pytest.raises(BadRequest, match="probe"):
-        llm.generate("x", SamplingParams(extra_args={"probe": "all"}))
+    for wrong in ("all", 1, ["prompt"]):
+        with pytest.raises(BadRequest, match='probe: must be true or "prompt"'):
+            llm.generate("x", SamplingParams(extra_args={"probe": wrong}))
+    drawn_only = tap("probe", *POINTS)
+    with pytest.raises(ValueError, match="must be true, not 'prompt'"):
+        drawn_only.check("prompt")
 
 
 def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
@@ -97,6 +156,10 @@ def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
     try:
         assert text(plain) == before
         assert text(plain.with_also(probe)) != before
+        prompts = tap("probe", *POINTS, prompt=True)
+        assert text(plain.with_also(prompts)) == text(plain.with_also(probe))
+        chunk = Bucket(D=2, P=4, F=1)
+        assert text(chunk.with_also(prompts)) != text(chunk.with_also(probe))
     finally:
         features._REGISTERED.pop("probe")
     with pytest.raises(ConfigError, match="names no point") as caught:

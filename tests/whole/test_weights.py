@@ -16,9 +16,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jserve import LLM, SamplingParams
-from jserve.errors import WeightsError
+from jserve.errors import BadRequest, WeightsError
 from jserve.model.families import family_for
 from jserve.model.shard import ParamSpec, is_spec
+from jserve.runner.memory import DeviceMemory
 from jserve.weights.adapters import AdapterDelta
 from jserve.weights.layout import split
 from jserve.weights.place import named
@@ -327,6 +328,78 @@ def test_amid_a_stream(llm: LLM, odd_dir: Path, running: str) -> None:
     (fresh,) = llm.generate({"prompt_token_ids": prompt}, rest)
     goes_on = fresh.outputs[0].token_ids == choice.token_ids[at:]
     assert goes_on or running == "mix"
+
+
+def amid(llm: LLM, update: Any, *, n: int = 3) -> tuple[Any, Any, list[int]]:
+    """(a request that has drawn ``n`` tokens when ``update`` runs, one that comes right after it, tokens of the first
+    whenever the second draws)."""
+    first, second = (llm._prompts.request(prompt, GREEDY) for prompt in PROMPTS)
+    engine, beside = llm._engine, []
+    jobs = {job.request.id: job for job in (first, second)}
+    engine.submit(first.request)
+    llm._streams_in = threading.get_ident()
+    while engine.busy:
+        for out in engine.step():
+            jobs[out.request_id].take(out)
+            if out.request_id == second.request.id:
+                beside.append(len(first.output.outputs[0].token_ids))
+        if update is not None and len(first.output.outputs[0].token_ids) >= n:
+            update()
+            engine.submit(second.request)
+            update = None
+    llm._streams_in = None
+    return first.output.outputs[0], second.output.outputs[0], beside
+
+
+@pytest.mark.parametrize("alias", [False, True])
+def test_two_versions_run_side_by_side(even: LLM, tiny_dir: Path, alias: bool) -> None:
+    """Tokens of either are those of an engine that has one; nothing compiles, and the old copy is let go."""
+    runner: Any = even._engine.runner
+    want = []
+    for seed in (20, 21):
+        even.update_weights(drawn(tiny_dir, seed))
+        want.append(tokens(even))
+    even.update_weights(drawn(tiny_dir, 20), version="old")
+    old = jax.tree.leaves(runner.params)
+    new = placed(even, tiny_dir, 21)
+    compiled = runner.programs.late_compiles  # by the drawing above
+    states = []
+
+    def update() -> None:
+        states.append(even.update_weights(new, running="beside", version="new", alias=alias))
+        assert not any(leaf.is_deleted() for leaf in old)
+        with pytest.raises(BadRequest, match="1 sequences end under the weights 'old'"):
+            even.update_weights(new)
+
+    first, second, beside = amid(even, update)
+    assert states[0].ending == 1
+    assert [first.token_ids, second.token_ids] == [want[0][0], want[1][1]]
+    assert [span.version for span in first.weight_versions] == ["old"]
+    assert [span.version for span in second.weight_versions] == ["new"]
+    assert beside[0] < 12, "the second begins before the first has ended"
+    assert all(leaf.is_deleted() for leaf in old)
+    assert (buffers(runner.params) == buffers(new)) == alias
+    assert tokens(even) == want[1]
+    assert even.state().ending == 0
+    assert runner.programs.late_compiles == compiled
+
+
+def test_a_second_copy_needs_room(
+    even: LLM, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    even.update_weights(drawn(tiny_dir, 20))
+    want, new = tokens(even), drawn(tiny_dir, 21)
+    full = DeviceMemory(total=2**20, taken=2**20 - 5, is_host=False)
+    monkeypatch.setattr(DeviceMemory, "of", lambda device: full)
+
+    def update() -> None:
+        with pytest.raises(WeightsError, match=r"0\.00 are free: lower") as caught:
+            even.update_weights(new, running="beside", donate=True)
+        assert caught.value.field == "running"
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
+
+    first, second, _ = amid(even, update)
+    assert [first.token_ids, second.token_ids] == want
 
 
 @pytest.mark.usefixtures("nothing_compiles")

@@ -120,7 +120,7 @@ class ChatReply:
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
-        } | ({"extra": choice.extra} if choice.extra else {})
+        } | _extra(choice)
 
     def _deltas(self, parser: ChoiceParser, parsed: ParsedDelta) -> list[Json]:
         """The deltas that a stream's next piece adds, a call's beginning and its arguments apart; none while
@@ -158,9 +158,7 @@ class ChatReply:
             found["logprobs"] = self._logprobs(piece.logprobs or ())
         if self._body.return_token_ids:
             found["token_ids"] = list(piece.token_ids)
-        if piece.extra:
-            found["extra"] = piece.extra
-        return found
+        return found | _extra(piece)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
         return self._writer.chat(entries, self._body.top_logprobs or 0)
@@ -171,6 +169,12 @@ class ChatReply:
     def _chunk(self, choice: Json, usage: Counts) -> Json:
         chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
         return with_usage(chunk, self._body, lambda: self._counted(usage()))
+
+
+def _extra(part: TextPiece | Whole) -> Json:
+    """The values of step features, where they gave any."""
+    found = {"extra": part.extra, "prompt_extra": part.prompt_extra}
+    return {name: values for name, values in found.items() if values}
 
 
 def _steps(parser: ChoiceParser, piece: CallPiece) -> Iterator[Json]:

@@ -8,8 +8,7 @@ own are ``seed`` and ``extra``, the values of step features). The order of a str
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from jserve.api.http.errors import error_body
 from jserve.api.openai.fields import CompletionBody
@@ -58,7 +57,7 @@ class CompletionReply:
             choice["seed"] = piece.seed
         if self._body.return_token_ids:
             choice |= self._ids(piece.prompt, piece.token_ids, first=piece.first)
-        choice |= self._extra(piece.extra)
+        choice |= self._extra(piece)
         if piece.finish is not None:
             choice |= {"finish_reason": self._finish(piece.finish.value)}
             choice["stop_reason"] = None if self._only_prompt else piece.stop_reason
@@ -89,7 +88,7 @@ class CompletionReply:
         choice |= {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
         if self._body.return_token_ids:
             choice |= self._ids(whole.prompt, whole.token_ids, first=True)
-        choice |= self._extra(whole.extra)
+        choice |= self._extra(whole)
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._writer.prompt(whole.prompt_logprobs or ())
         return choice
@@ -133,8 +132,9 @@ class CompletionReply:
             found["prompt_token_ids"] = list(self._requests[prompt].prompt_ids)
         return found
 
-    def _extra(self, values: Mapping[str, Sequence[Any]] | None) -> Json:
-        return {"extra": values} if values and not self._only_prompt else {}
+    def _extra(self, part: TextPiece | Whole) -> Json:
+        found: Json = {"extra": part.extra} if part.extra and not self._only_prompt else {}
+        return found | ({"prompt_extra": part.prompt_extra} if part.prompt_extra else {})
 
     def _finish(self, reason: str | None) -> str | None:
         return "length" if self._only_prompt and reason is not None else reason

@@ -59,7 +59,7 @@ class WeightsBody(Fields):
     weight_dir: str
     """A directory of safetensors or Orbax that this server can read."""
     version: str | None = None
-    running: Literal["recompute", "mix", "finish", "abort"] | None = None
+    running: Literal["recompute", "mix", "finish", "beside", "abort"] | None = None
     """The fate of running requests."""
     canary: float | None = None
     """With replicas, the share of new requests that get the new weights at first; by default all get them."""

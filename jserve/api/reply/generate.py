@@ -51,6 +51,8 @@ class TextPiece:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     extra: dict[str, tuple[Any, ...]] | None = None
     """By step feature that the request names, a value for each token."""
+    prompt_extra: dict[str, tuple[Any, ...]] | None = None
+    """Likewise, a value for each token of the prompt."""
     finish: Finish | None = None
     stop_reason: int | str | None = None
     first: bool = False
@@ -187,6 +189,7 @@ class Generation:
             logprobs=None if output.logprobs is None else output.logprobs[:n_tokens],
             prompt_logprobs=output.prompt_logprobs,
             extra=output.extra and {k: values[:n_tokens] for k, values in output.extra.items()},
+            prompt_extra=output.prompt_extra,
             finish=finish,
             stop_reason=reason,
             first=first,

@@ -47,6 +47,7 @@ class Whole:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
+    prompt_extra: dict[str, tuple[Any, ...]] | None = None
     seed: int | None = None
     finish: str | None = None
     stop_reason: int | str | None = None
@@ -61,6 +62,7 @@ class Whole:
         self.prompt = piece.prompt
         if piece.first:
             self.seed, self.prompt_logprobs = piece.seed, piece.prompt_logprobs
+            self.prompt_extra = piece.prompt_extra
         if piece.finish is not None:
             self.finish, self.stop_reason = piece.finish.value, piece.stop_reason
 

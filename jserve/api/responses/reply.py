@@ -52,6 +52,7 @@ class ResponseReply:
         self._writer = TokenWriter(tokenizer, as_ids=False)
         self._logprobs: list[Json] = []
         self._extra: dict[str, list[Any]] = {}
+        self._prompt_extra: dict[str, tuple[Any, ...]] = {}
         self._n_told = 0
         self._id, self._created = new_id("resp_"), int(time.time())
         self._model = served.card.name
@@ -102,6 +103,7 @@ class ResponseReply:
             self._logprobs += self._tokens(piece.logprobs or ())
         for name, values in (piece.extra or {}).items():
             self._extra.setdefault(name, []).extend(values)
+        self._prompt_extra |= piece.prompt_extra or {}
         ended = piece.finish is not None
         yield from self._blocks.add(self._parser.feed(piece.text, piece.token_ids, last=ended))
         if ended:
@@ -218,7 +220,12 @@ class ResponseReply:
             "top_p": self._params.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage),
-        } | ({"extra": self._extra} if over and self._extra else {})
+        } | (self._given() if over else {})
+
+    def _given(self) -> Json:
+        """The values of step features, where they gave any."""
+        found = {"extra": self._extra, "prompt_extra": self._prompt_extra}
+        return {name: values for name, values in found.items() if values}
 
     def _usage(self, usage: Usage) -> Json:
         return {

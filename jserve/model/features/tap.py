@@ -1,9 +1,11 @@
 """The tap: a step feature that gives a request the values at points of the model, for each token that it draws.
 
-Points are read where the token is drawn: of the last token before it. A reduction is a function of one place, mapped
-over all of them on the device, so that a result never depends on who else is in the step::
+Points are read where the token is drawn: of the last token before it; and at each token of a prompt, for requests that
+ask. A reduction is a function of one place, mapped over all of them on the device, so that a result never depends on
+who else is in the step::
 
-    blocks.3.hook_resid_post [T, D] --drawn places--> [E, points, D] --reduce--> [E, ...] --by row--> the host
+    blocks.3.hook_resid_post [T, D] --drawn places---> [E, points, D] --reduce--> [E, ...] --by row--> the host
+                                    --prefill tokens-> [P, points, D] --reduce--> [P, ...] --by row--> the host
 """
 
 from __future__ import annotations
@@ -26,27 +28,43 @@ Reduce = Callable[[jax.Array], jax.Array]
 """float32[points, D] of one place, points in the order of a pass -> an array of any shape."""
 
 
-def tap(name: str, *points: str, reduce: Reduce | None = None) -> StepFeature:
+PROMPT = "prompt"
+"""Asked of a tap in place of True: values of the prompt's tokens too."""
+BLOCK = 32
+"""Prompt tokens whose reductions are computed at once."""
+
+
+def tap(name: str, *points: str, reduce: Reduce | None = None, prompt: bool = False) -> StepFeature:
     """A feature for ``register_feature``: requests ask for it by ``extra_args={name: True}``, and
     ``CompletionOutput.extra[name]`` has a nested list for each token, of the shape that ``reduce`` gives.
 
     Args:
         points: as ``jserve.model.points`` names them; ``*`` in one stands for anything.
         reduce: by default all values, [points, D].
+        prompt: requests may ask for ``"prompt"`` in place of True: ``RequestOutput.prompt_extra[name]`` then also has
+            the values of each token of the prompt, which is computed in full. Programs with prefill compute them
+            for all their tokens, and send them where somebody asked.
     """
     return StepFeature(
         name=name,
         points=points,
         is_tap=True,
-        check=_check,
+        check=partial(_check, (True, PROMPT) if prompt else (True,)),
         after=partial(_after, reduce or (lambda x_PD: x_PD)),
         unpack=_unpack,
+        of_prompt=_of_prompt if prompt else None,
+        after_prompt=partial(_after_prompt, reduce) if prompt else None,
     )
 
 
-def _check(asked: Any) -> None:
-    if asked is not True:
-        raise ValueError(f"must be true, not {asked!r}")
+def _check(known: tuple[Any, ...], asked: Any) -> None:
+    if not any(asked is one or (isinstance(asked, str) and asked == one) for one in known):
+        words = " or ".join("true" if one is True else f'"{one}"' for one in known)
+        raise ValueError(f"must be {words}, not {asked!r}"[:200])
+
+
+def _of_prompt(asked: Any) -> bool:
+    return asked == PROMPT
 
 
 def _after(reduce: Reduce, target: Target, outcome: StepOutcome) -> jax.Array:
@@ -54,6 +72,13 @@ def _after(reduce: Reduce, target: Target, outcome: StepOutcome) -> jax.Array:
     at_E = drawn_places(outcome.view)
     x_EPD = jnp.stack([x_TD[at_E] for x_TD in outcome.read], axis=1)
     return by_row(outcome.view, jax.vmap(reduce)(x_EPD), 0)
+
+
+def _after_prompt(reduce: Reduce | None, target: Target, outcome: StepOutcome) -> jax.Array:
+    """[prefill tokens, ...], in blocks, since what a reduction computes on its way may be large."""
+    n = outcome.view.P
+    x_NPD = jnp.stack([x_TD[-n:] for x_TD in outcome.read], axis=1)
+    return x_NPD if reduce is None else jax.lax.map(reduce, x_NPD, batch_size=BLOCK)
 
 
 def _unpack(

@@ -143,17 +143,24 @@ def _check_extra(params: SamplingParams, limits: RunnerLimits) -> None:
             raise BadRequest(f"{field}: {error}", field=field) from None
 
 
-def kv_name_of(params: SamplingParams, limits: RunnerLimits) -> str:
+def kv_name_of(request: Request, limits: RunnerLimits) -> str:
     """The text that names what step features change of the KV of a request; "" where ``check`` refuses it."""
+    params, n = request.params, len(request.prompt_ids)
     names = sorted({*params.extra_args} & {*limits.kv_names})
     try:
         for name in names:
             limits.features[name](params.extra_args[name])
         return " ".join(
-            f"{name}:{limits.kv_names[name](params.extra_args[name])}" for name in names
+            f"{name}:{limits.kv_names[name](params.extra_args[name], n)}" for name in names
         )
     except ValueError:
         return ""
+
+
+def prompt_features_of(params: SamplingParams, limits: RunnerLimits) -> tuple[str, ...]:
+    """The step features whose values of prompt tokens checked parameters ask for."""
+    asked = params.extra_args
+    return tuple(n for n, wants in limits.prompt_features.items() if n in asked and wants(asked[n]))
 
 
 def _check_service(request: Request) -> None:

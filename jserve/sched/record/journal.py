@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,6 +96,7 @@ class Decision(msgspec.Struct, frozen=True):
     moves: tuple[tuple[int, int, bool], ...] = ()
     """(page, host page, out) each."""
     n_draft: int = 0
+    old_weights: bool = False
     vocab_rows: tuple[int, ...] = ()
     """Of the loads, each as ``SlotLoad.vocab_row``."""
 
@@ -110,6 +111,7 @@ class Decision(msgspec.Struct, frozen=True):
             pages=_checksum(plan),
             moves=tuple((move.page, move.host, move.out) for move in plan.moves),
             n_draft=plan.n_draft,
+            old_weights=plan.old_weights,
             vocab_rows=tuple(load.vocab_row for load in plan.loads),
         )
 
@@ -204,6 +206,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
     rank: Array | None = None
     picked: Array | None = None
     extra: dict[str, dict[int, list[Any]]] = {}
+    prompt_extra: dict[str, dict[int, list[Any]]] = {}
 
     def result(self) -> StepResult:
         return StepResult(
@@ -217,6 +220,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
             picked_RJK=None if self.picked is None else self.picked.numpy(),
             prompt={r: _scores_of(s) for r, s in self.prompt.items()},
             extra=self.extra,
+            prompt_extra=self.prompt_extra,
             device_us=self.device_us,
         )
 
@@ -262,6 +266,8 @@ class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
     keep: bool
     name: str = ""
     """In the names of pages."""
+    beside: bool = False
+    """All sequences of before end under the old weights."""
 
 
 Handled = Created | Renewed | Dropped
@@ -342,10 +348,8 @@ class JournalFile:
                 rank=Array.of(result.rank_RJ),
                 picked=Array.of(result.picked_RJK),
                 prompt={r: _logged_scores(s) for r, s in result.prompt.items()},
-                extra={
-                    name: {r: list(values) for r, values in rows.items()}
-                    for name, rows in result.extra.items()
-                },
+                extra=_listed(result.extra),
+                prompt_extra=_listed(result.prompt_extra),
                 device_us=result.device_us,
             )
         )
@@ -360,11 +364,15 @@ class JournalFile:
     def recover(self, now: float, error: str) -> None:
         self._write(Recovered(now=now, error=error))
 
-    def weights(self, now: float, version: str, name: str, keep: bool) -> None:
-        self._write(Reweighed(now=now, version=version, name=name, keep=keep))
+    def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None:
+        self._write(Reweighed(now=now, version=version, name=name, keep=keep, beside=beside))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")
+
+
+def _listed(extra: Mapping[str, Mapping[int, Seq[Any]]]) -> dict[str, dict[int, list[Any]]]:
+    return {name: {r: list(values) for r, values in rows.items()} for name, rows in extra.items()}
 
 
 def _array(array: np.ndarray) -> Array:

@@ -303,7 +303,8 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.error, event.now)
     if isinstance(event, Reweighed):
-        scheduler.reweigh(event.version, event.now, name=event.name, keep=event.keep)
+        fate = {"keep": event.keep, "beside": event.beside}
+        scheduler.reweigh(event.version, event.now, name=event.name, **fate)
         return []
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         _ask(scheduler, event)

@@ -17,8 +17,8 @@ from jserve.errors import ConfigError
 from jserve.ports import RunnerLimits
 from jserve.sched.record.journal import JournalFile, Started
 
-Checks = Mapping[str, Callable[[Any], None]]
-_FUNCTIONS = ("features", "kv_names")
+Functions = Mapping[str, Callable[..., Any]]
+FUNCTIONS = ("features", "kv_names", "prompt_features")
 """Limits that are functions by name: names are written."""
 
 
@@ -29,7 +29,7 @@ def write_start(
     cache = dataclasses.replace(config.cache, kv_transfer_key="")
     own = dataclasses.replace(config, cache=cache, server=ServerOptions(), fleet=FleetOptions())
     values = {f.name: getattr(limits, f.name) for f in dataclasses.fields(limits)}
-    values |= {name: sorted(values[name]) for name in _FUNCTIONS}
+    values |= {name: sorted(values[name]) for name in FUNCTIONS}
     journal.start(own.flat(), msgspec.to_builtins(values), weights)
 
 
@@ -50,30 +50,26 @@ def read_start(path: Path) -> tuple[EngineConfig, Started]:
         raise ConfigError(f"journal {path}: {why}", field="journal") from None
 
 
-def limits_of(
-    event: Started, checks: Checks, kv_names: Mapping[str, Callable[[Any], str]]
-) -> RunnerLimits:
+def limits_of(event: Started, known: Mapping[str, Functions]) -> RunnerLimits:
     """The limits again.
 
     Args:
-        checks: of the step features that are registered here, by name.
-        kv_names: likewise.
+        known: by name of a limit of ``FUNCTIONS``, those of the step features that are registered here.
 
     Raises:
         ConfigError: limits of another version, or a feature that is not registered.
     """
     limits = event.limits
-    known: dict[str, Mapping[str, Any]] = {"features": checks, "kv_names": kv_names}
     functions = {}
-    for field, functions_of in known.items():
-        names = limits.get(field, [])
+    for field in FUNCTIONS:
+        names, functions_of = limits.get(field, []), known.get(field, {})
         if missing := [name for name in names if name not in functions_of]:
             why = f"the engine had a step feature {missing[0]!r}, which is not registered: a plugin is missing"
             raise ConfigError(f"plugins: {why}", field="plugins")
         functions[field] = {name: functions_of[name] for name in names}
     kinds = get_type_hints(RunnerLimits)
     try:
-        numbers = {n: msgspec.convert(v, kinds[n]) for n, v in limits.items() if n not in known}
+        numbers = {n: msgspec.convert(v, kinds[n]) for n, v in limits.items() if n not in FUNCTIONS}
         return RunnerLimits(**numbers, **functions)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"journal: limits of another version: {error}", field="journal") from None

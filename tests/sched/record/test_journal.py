@@ -17,7 +17,7 @@ def record(path, seed: int, *, drafts: bool = False) -> tuple[Drive, list]:
     rng = random.Random(seed)
     with path.open("wb") as file:
         times = step_times() if seed % 2 else ()
-        own = {"n_pages": 11, "max_drafts": 3 if drafts else 0, "features": {"echo": str}}
+        own = {"n_pages": 11, "max_drafts": 3 if drafts else 0}
         lim = limits(**own, step_times=times)
         options = {"journal": JournalFile(file), "max_waiting": 6, "seed": 5}
         options |= {"itl_bound_ms": 5.0, "ageing_s": 9.0, "max_queue_s": 60.0}
@@ -34,7 +34,7 @@ def record(path, seed: int, *, drafts: bool = False) -> tuple[Drive, list]:
                 ]
             )
             extras |= {"temperature": 1.0, "logit_bias": {2: -3.0}, "max_tokens": 20}
-            extras |= {"extra_args": {"echo": 1}} if i % 3 == 0 else {}
+            extras |= {"extra_args": {"echo": rng.choice([1, "prompt"])}} if i % 3 == 0 else {}
             extras |= {"lane": rng.choice(list(Lane)), "tenant": rng.choice(["", "ann", "bob"])}
             if rng.random() < 0.4:
                 wish = rng.choice(["ttft_deadline_ms", "deadline_ms", "tpot_deadline_ms"])
