@@ -9,6 +9,7 @@ The port is off unless asked for, and never that of the public API. ::
     POST /sleep  /wake_up      {"tags": ["kv_cache", "weights"]}; GET /is_sleeping
     POST /update_weights       {"weight_dir": "...", "version": "...", "running": "recompute"}; GET /weight_info
     POST /rollback_weights     with replicas: back to the previous weights
+    GET  /replicas             each with its state, and where it publishes its KV events
 
 Names and modes are vLLM's; those of ``/pause``, ``/sleep`` and ``/wake_up`` may stand in the query, as its clients send
 them.
@@ -17,6 +18,7 @@ them.
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 from typing import Any, Literal
 
 from aiohttp import web
@@ -126,6 +128,10 @@ async def rollback_weights(request: web.Request, front: Front) -> web.StreamResp
 
 async def weight_info(request: web.Request, front: Front) -> web.StreamResponse:
     return json_response(await _told(front, "weight_info"))
+
+
+async def replicas(request: web.Request, front: Front) -> web.StreamResponse:
+    return json_response({"replicas": [asdict(one) for one in front.engine.replicas()]})
 
 
 async def is_paused(request: web.Request, front: Front) -> web.StreamResponse:
