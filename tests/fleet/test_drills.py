@@ -33,8 +33,8 @@ from jserve.fleet.on_ray import RayReplicas
 from jserve.fleet.router import POLICIES
 from tests.engine.test_resume import any_request
 from tests.fleet.fakes import OPTIONS
-from tests.fleet.test_fleet_kv_events import at, free_ports, replayed
 from tests.fleet.test_face import World, all_told, answers, begun, requests, undisturbed, until
+from tests.fleet.test_fleet_kv_events import at, free_ports, replayed
 
 pytestmark = [
     pytest.mark.ray,

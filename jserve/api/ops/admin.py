@@ -55,6 +55,17 @@ class TagsBody(Fields):
     """The memory that leaves the device, or comes back; by default both."""
 
 
+class AnalysisBody(Fields):
+    """Bounds of a canary that is promoted or rolled back by what is measured, see ``fleet.canary.Analysis``."""
+
+    min_requests: int | None = None
+    max_error_share: float | None = None
+    max_ttft_ratio: float | None = None
+    max_tpot_ratio: float | None = None
+    quantile: float | None = None
+    progress_deadline_s: float | None = None
+
+
 class WeightsBody(Fields):
     """POST /update_weights."""
 
@@ -65,6 +76,8 @@ class WeightsBody(Fields):
     """The fate of running requests."""
     canary: float | None = None
     """With replicas, the share of new requests that get the new weights at first; by default all get them."""
+    analysis: AnalysisBody | None = None
+    """Of a canary: it is promoted or rolled back by these bounds; by default that is asked for."""
 
 
 _MODES = {"wait": "finish"}
@@ -117,6 +130,7 @@ async def update_weights(request: web.Request, front: Front) -> web.StreamRespon
         "version": body.version or "",
         "running": body.running or "",
         "canary": body.canary or 0.0,
+        "analysis": body.analysis and body.analysis.model_dump(exclude_none=True),
     }
     return json_response(await _told(front, "update_weights", source=body.weight_dir, **given))
 

@@ -177,6 +177,13 @@ async def test_pause_sleep_and_weights_have_vllms_names_and_modes(srv):
         status, answer = await post("/update_weights", body)
         assert (status, answer["version"]) == (200, "step-3")
         assert (asked[-1].source, asked[-1].running, asked[-1].canary) == ("/w", "mix", 0.05)
+        assert asked[-1].analysis is None
+        for bounds in ({}, {"min_requests": 50, "max_ttft_ratio": 2.0}):
+            assert (await post("/update_weights", {**body, "analysis": bounds}))[0] == 200
+            assert asked[-1].analysis == bounds
+        for bounds in ({"max_ttft_ratio": "2"}, {"min_request": 50}):
+            status, answer = await post("/update_weights", {**body, "analysis": bounds})
+            assert (status, answer["error"]["param"]) == (400, f"analysis.{next(iter(bounds))}")
         assert (await post("/rollback_weights"))[0] == 200
         assert asked[-1].action == "rollback_weights"
         srv.engine.disobeys = WeightsError("no", field="params.embed")
