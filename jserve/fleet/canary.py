@@ -137,32 +137,32 @@ _RANGES = {
 }
 
 
-class Verdict(NamedTuple):
+class CanaryVerdict(NamedTuple):
     """What becomes of a canary, and why."""
 
     action: Action
     why: str
 
 
-def verdict(canary: Figures, rest: Figures, bounds: Analysis, waited_s: float) -> Verdict:
+def verdict(canary: Figures, rest: Figures, bounds: Analysis, waited_s: float) -> CanaryVerdict:
     """What becomes of ``canary``, which has been compared with ``rest`` for ``waited_s``."""
     found = _judged(canary, rest, bounds)
     if found.action == "wait" and waited_s >= bounds.progress_deadline_s:
-        return Verdict(
+        return CanaryVerdict(
             "roll_back", f"the deadline of {bounds.progress_deadline_s:g} s: {found.why}"
         )
     return found
 
 
-def _judged(canary: Figures, rest: Figures, bounds: Analysis) -> Verdict:
+def _judged(canary: Figures, rest: Figures, bounds: Analysis) -> CanaryVerdict:
     if canary.faults:
-        return Verdict("roll_back", canary.faults[0])
+        return CanaryVerdict("roll_back", canary.faults[0])
     may_fail = (rest.error_share + bounds.max_error_share) * max(canary.ended, bounds.min_requests)
     if canary.failed > may_fail:
         why = (
             f"{canary.failed} of {canary.ended} failed, of the others {rest.failed} of {rest.ended}"
         )
-        return Verdict("roll_back", why)
+        return CanaryVerdict("roll_back", why)
     slower = [
         _slower("time to first token", canary.ttft, rest.ttft, bounds.max_ttft_ratio, bounds),
         _slower("time a token", canary.tpot, rest.tpot, bounds.max_tpot_ratio, bounds),
@@ -172,14 +172,14 @@ def _judged(canary: Figures, rest: Figures, bounds: Analysis) -> Verdict:
             return each
     for name, n in (("canary", canary.ended), ("others", rest.ended)):
         if n < bounds.min_requests:
-            return Verdict("wait", f"the {name} ended {n} of {bounds.min_requests}")
+            return CanaryVerdict("wait", f"the {name} ended {n} of {bounds.min_requests}")
     why = f"{canary.ended} ended, {canary.failed} failed, no latency is above its bound"
-    return next((each for each in slower if each is not None), Verdict("promote", why))
+    return next((each for each in slower if each is not None), CanaryVerdict("promote", why))
 
 
 def _slower(
     name: str, canary: Histogram, rest: Histogram, ratio: float, bounds: Analysis
-) -> Verdict | None:
+) -> CanaryVerdict | None:
     """Whether the canary's quantile is above ``ratio`` times the others': None, it is not or nothing was counted; to
     be rolled back where chance is no excuse."""
     q = bounds.quantile
@@ -187,12 +187,12 @@ def _slower(
         own, others = canary.quantile(q, -sigmas), rest.quantile(q, sigmas)
         if own is not None and others is not None and own > ratio * GROWTH * others:
             why = f"{name}, {q:g}-quantile: {1e3 * own:.4g} ms, of the others {1e3 * others:.4g} ms"
-            return Verdict(action, why)
+            return CanaryVerdict(action, why)
     return None
 
 
 @dataclass(slots=True)
-class _Choice:
+class _RunningChoice:
     """A choice that runs. ``sent`` is the attempt that it was told by."""
 
     sent: object
@@ -214,7 +214,7 @@ class CanaryWatch:
     def __init__(self, bounds: Analysis, running: str, began: float) -> None:
         self.bounds, self.running, self.began = bounds, running, began
         self.canary, self.rest = Figures(), Figures()
-        self._open: dict[tuple[str, int], _Choice] = {}
+        self._open: dict[tuple[str, int], _RunningChoice] = {}
 
     def told(
         self, output: Output, sent: object, sent_at: float, now: float, *, tried: bool
@@ -226,7 +226,7 @@ class CanaryWatch:
         key = output.request_id, output.index
         choice = self._open.get(key)
         if choice is None or choice.sent is not sent:
-            choice = self._open[key] = _Choice(sent, whole=choice is None)
+            choice = self._open[key] = _RunningChoice(sent, whole=choice is None)
         if output.token_ids:
             if not choice.n and choice.whole:
                 figures.ttft.observe(now - sent_at)
@@ -236,7 +236,7 @@ class CanaryWatch:
             del self._open[key]
             self._ended(figures, output, choice, now)
 
-    def _ended(self, figures: Figures, output: Output, choice: _Choice, now: float) -> None:
+    def _ended(self, figures: Figures, output: Output, choice: _RunningChoice, now: float) -> None:
         if output.finish is Finish.ERROR:
             error = error_of(output.error_code, "")
             if error.code in UNCOUNTED or error.status < 500:
@@ -253,7 +253,7 @@ class CanaryWatch:
         for i in range(n):
             self._open.pop((request_id, i), None)
 
-    def verdict(self, now: float) -> Verdict:
+    def verdict(self, now: float) -> CanaryVerdict:
         return verdict(self.canary, self.rest, self.bounds, now - self.began)
 
     def facts(self, now: float) -> dict[str, Any]:

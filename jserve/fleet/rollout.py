@@ -24,7 +24,7 @@ from typing import Any
 
 from jserve.engine.wire import Control, HandleReply
 from jserve.errors import BadRequest, EngineDead, JserveError, WeightsError
-from jserve.fleet.canary import Analysis, CanaryWatch, Verdict
+from jserve.fleet.canary import Analysis, CanaryWatch, CanaryVerdict
 from jserve.fleet.member import Member
 from jserve.ports import Clock
 from jserve.types import FIRST_WEIGHTS, Output
@@ -161,14 +161,14 @@ class Rollout:
         if self._watch is not None and self.weights_of(member) is self._canary:
             self._watch.canary.faults.append(f"{member.name}: {why}")
 
-    def judge(self) -> Verdict | None:
+    def judge(self) -> CanaryVerdict | None:
         """What is to become of the canary now; None: nothing."""
         if self._watch is None or self._busy or self._clock() < self._again_at:
             return None
         found = self._watch.verdict(self._clock())
         return None if found.action == "wait" else found
 
-    async def carry_out_verdict(self, found: Verdict, members: Seq[Member]) -> None:
+    async def carry_out_verdict(self, found: CanaryVerdict, members: Seq[Member]) -> None:
         """Promote the canary or roll it back. A canary that cannot be promoted is rolled back next; what cannot be
         rolled back is tried again."""
         canary, watch = self._canary, self._watch
