@@ -549,9 +549,6 @@ def _close(engine: Engine) -> None:
     guides: Any = engine.scheduler.guides
     if guides is not None:
         guides.close()
-    close_listener = getattr(engine.scheduler.resources.cache.listener, "close", None)
-    if close_listener is not None:
-        close_listener()
     engine.close()
     runner: Any = engine.runner
     for leaf in jax.tree.leaves(runner.state):

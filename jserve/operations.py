@@ -59,6 +59,7 @@ class Operations(ABC):
         donate: bool = False,
         alias: bool = False,
         canary: float = 0.0,
+        analysis: Mapping[str, float] | None = None,
     ) -> Any:
         """Copy other weights over those in use, between two steps: all of them or, if it raises, none. Nothing
         compiles.
@@ -84,6 +85,8 @@ class Operations(ABC):
             canary: with replicas, the share of new requests that are answered by a few replicas with the new
                 weights until the same update comes without it, or ``rollback_weights``. With replicas ``source`` is
                 a directory, and replicas take it one after the other.
+            analysis: bounds by which a canary is promoted or rolled back without being asked, by what is measured
+                (``fleet.canary.Analysis``; ``{}`` has its defaults).
 
         Raises:
             WeightsError: a leaf is missing, unknown, deleted or of another shape or kind; ``field`` is
@@ -101,6 +104,7 @@ class Operations(ABC):
             donate=donate,
             alias=alias,
             canary=canary,
+            analysis=None if analysis is None else dict(analysis),
         )
 
     def rollback_weights(self) -> Any:

@@ -36,6 +36,7 @@ LEAVES = {
     "sharding",
     "cores",
     "working",
+    "addresses",
     "model.arch",
 }
 # Package -> packages it may import, besides the leaves and itself. `build` wires everything together.
@@ -55,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": set(),
     "cores": set(),
     "working": set(),
+    "addresses": set(),
     "model.arch": set(),
     "testing": {"kv", "sched"},
     "kv": set(),

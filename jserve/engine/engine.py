@@ -305,7 +305,10 @@ class Engine:
         return made if self.describer is None else self.describer(made)
 
     def close(self) -> None:
-        """Write what is worth it to disk. The engine is not stepped again."""
+        """Write what is worth it to disk, and end who hears of pages. The engine is not stepped again."""
+        listener = self.scheduler.resources.cache.listener
+        if listener is not None:
+            listener.close()
         if self._disk is not None:
             self._disk.flush(tiering.unstored_pages(self.scheduler))
 

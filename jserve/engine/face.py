@@ -74,6 +74,8 @@ class ReplicaState:
     """Of these, tokens that its prefix cache had."""
     odd: int = 0
     """Audits in which it did not say what the others said."""
+    kv_events: str = ""
+    """Where it publishes its KV events; empty: nowhere."""
 
 
 class EngineFace(ABC):

@@ -10,10 +10,15 @@ ZeroMQ messages of three frames, published in order, and sent again to who asks:
 Events are maps, as of vLLM 0.26. A block is a page; its hash is 8 bytes of the digest of tenant, salt, adapter and all
 tokens up to its end, as an unsigned integer. Events hold the tokens of prompts and answers: whoever subscribes reads
 them.
+
+Each of several replicas has a rank and publishes by itself, as vLLM's data-parallel ranks do: its ports are those of
+the options plus its rank, which is in its batches. The rank is the lowest whose ports are free on its machine, so a
+replica that takes another's place there takes its ports too.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
@@ -24,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from jserve.addresses import own_address
 from jserve.errors import ConfigError
 from jserve.kv.radix import Node
 from jserve.kv.tiers import digest_of
@@ -37,6 +43,9 @@ KEPT = 10_000
 MOST_QUEUED = 100_000
 """Messages that a slow subscriber may be behind before it misses some."""
 GATHER_S, POLL_S = 0.01, 0.1
+MOST_RANKS = 256
+"""Ranks that a replica tries: as many replicas as there may be."""
+ANY_HOST = ("*", "0.0.0.0", "[::]")
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number behind the last message that is sent again."""
 
@@ -85,17 +94,27 @@ class KvEvents:
         replay: address that is bound for those who missed something; empty: nobody can ask.
         topic: first frame of each message.
         page_size: tokens of a page.
+        ranked: this is one of several replicas. Both addresses are ``tcp://`` with a port, and are bound, at the
+            first rank whose ports are free.
+
+    Attributes:
+        rank: 0 where there is one engine.
+        address: where it publishes, as other machines find it.
 
     Raises:
         ConfigError: pyzmq is not installed, or an address cannot be used.
     """
 
-    def __init__(self, endpoint: str, replay: str, topic: str, page_size: int) -> None:
+    def __init__(
+        self, endpoint: str, replay: str, topic: str, page_size: int, *, ranked: bool = False
+    ) -> None:
         self._topic, self._page_size = topic.encode(), page_size
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT)
         self._n = 0
-        self._pub, self._replay = _sockets(endpoint, replay)
+        opened = _first_free(endpoint, replay) if ranked else (0, *_sockets(endpoint, replay))
+        self.rank, self._pub, self._replay = opened
+        self.address = _found_at(with_rank(endpoint, self.rank)) if ranked else endpoint
         self._events.put(AllBlocksCleared())
         self._thread = threading.Thread(target=self._run, daemon=True, name="kv events")
         self._thread.start()
@@ -152,7 +171,7 @@ class KvEvents:
             found.append(self._events.get())
         events = [event for event in found if event is not None]
         if events:
-            batch = EventBatch(ts=time.time(), events=merged(events), data_parallel_rank=0)
+            batch = EventBatch(ts=time.time(), events=merged(events), data_parallel_rank=self.rank)
             number, payload = self._n.to_bytes(8, "big"), msgspec.msgpack.encode(batch)
             self._n += 1
             self._pub.send_multipart((self._topic, number, payload))
@@ -198,25 +217,87 @@ def _root(node: Node) -> Node:
     return node
 
 
-def _sockets(endpoint: str, replay: str) -> tuple[Any, Any]:
-    """(PUB, ROUTER or None)."""
+def port_of(endpoint: str, field: str) -> int:
+    """The port of rank 0. Raises ConfigError where replicas cannot have one each; ``field`` is the option."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or not host or not port.isdecimal() or not int(port):
+        why = f"each replica has a port of its own: tcp://ADDRESS:PORT is needed, not {endpoint}"
+        raise ConfigError(f"{field}: {why}", field=field)
+    return int(port)
+
+
+def check_replicas(endpoint: str, replay: str, n: int) -> None:
+    """Raises ConfigError where ``n`` replicas cannot publish at ``endpoint`` and have ``replay``, which may be empty,
+    each at a port of its own."""
+    ports = {"kv_events": port_of(endpoint, "kv_events")}
+    if replay:
+        ports["kv_events_replay"] = port_of(replay, "kv_events_replay")
+    for field, port in ports.items():
+        if port + n - 1 > 65535:
+            raise ConfigError(f"{field}: {n} replicas need ports up to {port + n - 1}", field=field)
+    if replay and abs(ports["kv_events_replay"] - ports["kv_events"]) < n:
+        why = f"{n} replicas publish at {n} ports, and need as many others: {n} apart at least"
+        raise ConfigError(f"kv_events_replay: {why}", field="kv_events_replay")
+
+
+def with_rank(endpoint: str, rank: int) -> str:
+    """``endpoint`` of the replica of this ``rank``: ports are counted on. Empty stays so."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}" if endpoint else ""
+
+
+def _found_at(endpoint: str) -> str:
+    """``endpoint``, with the address of this machine where it is any of its own."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{own_address()}:{port}" if host in ANY_HOST else endpoint
+
+
+def _first_free(endpoint: str, replay: str) -> tuple[int, Any, Any]:
+    """(rank, PUB, ROUTER or None) of the lowest rank whose ports are free."""
+    highest = max(port_of(address, field) for address, field in _named(endpoint, replay) if address)
+    for rank in range(min(MOST_RANKS, 65536 - highest)):
+        opened = _bound(with_rank(endpoint, rank), with_rank(replay, rank))
+        if opened is not None:
+            return rank, *opened
+    why = f"no port is free from {endpoint} on"
+    raise ConfigError(f"kv_events: {why}", field="kv_events")
+
+
+def _bound(endpoint: str, replay: str) -> tuple[Any, Any] | None:
+    """(PUB, ROUTER or None), or None where a port is taken."""
+    try:
+        return _sockets(endpoint, replay, binds=True)
+    except ConfigError as error:
+        if getattr(error.__cause__, "errno", None) == errno.EADDRINUSE:
+            return None
+        raise
+
+
+def _named(endpoint: str, replay: str) -> list[tuple[str, str]]:
+    return [(endpoint, "kv_events"), (replay, "kv_events_replay")]
+
+
+def _sockets(endpoint: str, replay: str, *, binds: bool | None = None) -> tuple[Any, Any]:
+    """(PUB, ROUTER or None). ``binds``: the first is bound; None: as its address says."""
     try:
         import zmq
     except ImportError:
         why = "KV events need pyzmq: pip install 'jserve[kv-events]'"
         raise ConfigError(why, field="kv_events") from None
-    context = zmq.Context.instance()
-    pub = context.socket(zmq.PUB)
-    pub.set_hwm(MOST_QUEUED)
-    binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-    field = "kv_events"
-    try:
-        (pub.bind if binds else pub.connect)(endpoint)
-        if not replay:
-            return pub, None
-        field = "kv_events_replay"
-        router = context.socket(zmq.ROUTER)
-        router.bind(replay)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"{field}: {error}", field=field) from None
-    return pub, router
+    if binds is None:
+        binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    sockets: list[Any] = []
+    for (address, field), kind in zip(_named(endpoint, replay), (zmq.PUB, zmq.ROUTER), strict=True):
+        if not address:
+            return sockets[0], None
+        socket = zmq.Context.instance().socket(kind)
+        sockets.append(socket)
+        try:
+            if kind == zmq.PUB:
+                socket.set_hwm(MOST_QUEUED)
+            (socket.bind if binds or kind == zmq.ROUTER else socket.connect)(address)
+        except zmq.ZMQError as error:
+            for each in sockets:
+                each.close(linger=0)
+            raise ConfigError(f"{field}: {address}: {error}", field=field) from error
+    return sockets[0], sockets[1]

@@ -92,8 +92,9 @@ def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
 def _update(engine: Engine, command: Control) -> dict[str, Any] | None:
     policy = _one_of("running", command.running or "recompute", POLICIES)
     _live(engine)
-    if command.canary:
-        raise BadRequest("canary: it needs replicas; there is one engine", field="canary")
+    for name, given in (("canary", command.canary), ("analysis", command.analysis is not None)):
+        if given:
+            raise BadRequest(f"{name}: it needs replicas; there is one engine", field=name)
     if "weights" in engine.hold.asleep:
         raise BadRequest("the weights are asleep: wake them first", field="action", code="asleep")
     _refuse_beside(engine)

@@ -98,6 +98,8 @@ class Control(Message, frozen=True):
     alias: bool = False
     canary: float = 0.0
     """For "update_weights" of several replicas: the share of new requests that get the new weights; 0: all do."""
+    analysis: dict[str, float] | None = None
+    """Of ``canary``: the bounds by which it is promoted or rolled back (``fleet.canary.Analysis``); None: by hand."""
 
 
 class Shutdown(Message, frozen=True):

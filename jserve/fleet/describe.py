@@ -7,7 +7,8 @@ import msgspec
 from jserve.engine.engine import Engine
 from jserve.engine.view import View
 from jserve.engine.wire import Stats
-from jserve.fleet.page_log import PageLog
+from jserve.fleet.page_log import Both, PageLog
+from jserve.kv.cache import PageListener
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Lane
 
@@ -19,10 +20,12 @@ EVERY_S = 0.05
 """Between two views of an engine that works."""
 
 
-def describe(engine: Engine) -> None:
-    """From now on the statistics of ``engine`` hold its view and what happened to its pages."""
+def describe(engine: Engine, listener: PageListener | None = None) -> None:
+    """From now on the statistics of ``engine`` hold its view and what happened to its pages, of which ``listener``
+    hears too."""
     pages = PageLog()
-    engine.scheduler.resources.cache.listener = pages
+    cache = engine.scheduler.resources.cache
+    cache.listener = pages if listener is None else Both(pages, listener)
 
     def described(stats: Stats) -> Stats:
         view = view_of(engine.scheduler, engine.n_read, engine.weights)

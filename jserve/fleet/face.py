@@ -89,7 +89,7 @@ class FleetEngine(EngineFace):
         self.suspicion = Suspicion()
         self._scale_down = ScaleDown(source, self.suspicion, autoscaler or Autoscaler())
         self._roles = roles or {}
-        self._rollout = Rollout(model, self._ask, self._weigh)
+        self._rollout = Rollout(model, self._ask, self._weigh, clock)
         self._members: dict[str, Member] = {}
         self._listed: set[str] = set()
         self._handles = HandlePlaces()
@@ -225,6 +225,8 @@ class FleetEngine(EngineFace):
         assert isinstance(replica, Member)
         if self._members.get(replica.name) is not replica:
             return
+        if not self._closing:
+            self._rollout.fault(replica, f"it is lost: {why}")
         self._forget(replica)
         if not self._closing:
             self._fleet["engine_deaths"] += 1
@@ -374,6 +376,9 @@ class FleetEngine(EngineFace):
         for member in self.members:
             self._check_weights(member)
             self._weigh(member)
+        found = self._rollout.judge()
+        if found is not None:
+            self._spawn(self._rollout.carry_out_verdict(found, self.members))
         self._placement.hedging.look(self._streams.values())
         self._stop_surplus()
 
@@ -395,6 +400,7 @@ class FleetEngine(EngineFace):
         self._join_and_leave()  # where it could not be told to end
 
     def _out(self, member: Member, *, silent: bool) -> None:
+        self._rollout.fault(member, "it says nothing" if silent else "it is slow")
         member.silent = member.silent or silent
         self._weigh(member)
         n = None if silent else self._placement.may_move(len(member.streams))

@@ -10,6 +10,7 @@ it; an engine that is gone takes the process with it, so that whoever started it
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import logging
 import os
@@ -24,6 +25,7 @@ import msgspec
 from jserve.config import EngineConfig
 from jserve.engine.client import InprocClient
 from jserve.engine.engine import Engine
+from jserve.engine.kv_events import KvEvents
 from jserve.engine.process import EXIT_CRASH, Build, OnProgress
 from jserve.engine.view import PageEvent
 from jserve.engine.wire import (
@@ -298,13 +300,23 @@ class EngineHost:
 
 
 def described(build: str) -> Build:
-    """``build`` with an engine that describes itself to fronts."""
+    """``build`` with an engine that describes itself to fronts, and publishes its KV events as one of several."""
     module, _, name = build.partition(":")
 
     def built(config: EngineConfig, progress: OnProgress) -> tuple[Engine, dict[str, Any]]:
-        engine, info = getattr(importlib.import_module(module), name)(config, progress)
-        describe(engine)
+        cache = config.cache
+        own = {"kv_events": "", "kv_events_replay": "", "kv_events_topic": ""}
+        alone = dataclasses.replace(config, cache=dataclasses.replace(cache, **own))
+        engine, info = getattr(importlib.import_module(module), name)(alone, progress)
         page_size = engine.scheduler.resources.cache.page_size
-        return engine, {**info, "page_size": page_size, "pid": os.getpid()}
+        info = {**info, "page_size": page_size, "pid": os.getpid()}
+        if not cache.kv_events:
+            describe(engine)
+            return engine, info
+        events = KvEvents(
+            cache.kv_events, cache.kv_events_replay, cache.kv_events_topic, page_size, ranked=True
+        )
+        describe(engine, events)
+        return engine, {**info, "kv_events": events.address}
 
     return built

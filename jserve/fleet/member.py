@@ -109,6 +109,7 @@ def state_of(member: Member, record: TrustRecord, odd: int = 0) -> ReplicaState:
         looked_up=values.get("cache_query_tokens", 0.0),
         found=values.get("cache_hit_tokens", 0.0),
         odd=odd,
+        kv_events=member.info.get("kv_events", ""),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jserve.engine.view import DIGEST_BYTES, PageEvent
+from jserve.kv.cache import PageListener
 from jserve.kv.radix import Node
 from jserve.kv.tiers import digest_of
 
@@ -20,8 +21,31 @@ class PageLog:
     def removed(self, node: Node) -> None:
         self._events.append(PageEvent(False, digest_of(node)[:DIGEST_BYTES]))
 
+    def close(self) -> None:
+        """Nobody takes any more."""
+        self._events.clear()
+
     def take(self) -> list[PageEvent]:
         """The events since the last call, oldest first."""
         events, self._events = self._events, []
         self.n_taken += len(events)
         return events
+
+
+class Both:
+    """A ``PageListener`` that passes on what it hears to two."""
+
+    def __init__(self, first: PageListener, second: PageListener) -> None:
+        self._both = first, second
+
+    def added(self, node: Node) -> None:
+        for one in self._both:
+            one.added(node)
+
+    def removed(self, node: Node) -> None:
+        for one in self._both:
+            one.removed(node)
+
+    def close(self) -> None:
+        for one in self._both:
+            one.close()

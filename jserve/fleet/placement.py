@@ -63,7 +63,7 @@ class RequestPlacement:
     ) -> None:
         self._members, self.router, self._handles = members, router, handles
         self._suspicion, self._resumption = suspicion, resumption
-        self._roles, self._clock = roles, clock
+        self._rollout, self._roles, self._clock = rollout, roles, clock
         self.sent = SentRequests(router, rollout)
         self.prefills = RemotePrefills(clock)
         self._budget = RetryBudget()
@@ -170,6 +170,8 @@ class RequestPlacement:
     def told(self, replica: Replica, output: Output) -> None:
         """``output`` of ``replica`` came: what it says of how far the replica can be trusted."""
         sent = self.sent.get(output.request_id)
+        if sent is not None and sent.member is replica:
+            self._rollout.told(sent.member, output, sent, sent.at)
         if sent is not None and sent.member is replica and sent.first and output.token_ids:
             sent.first, now = False, self._clock()
             self._suspicion.observe(sent.member.name, sent.ratio(now))
@@ -206,6 +208,7 @@ class RequestPlacement:
             if sent is not None and sent.member.streams.pop(prefill, None) is not None:
                 sent.member.cancel(prefill)
         self.hedging.over(stream.request.id)
+        self._rollout.over(stream.request.id, stream.request.params.n)
         sent = self.sent.settle(stream.request.id)
         if sent is not None:
             self.sent.learn(stream)

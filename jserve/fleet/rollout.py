@@ -7,6 +7,7 @@ It owns the weights that each replica should have, the previous ones, and which 
     canary     only the youngest replicas; a share of new requests goes there, chosen by request id
     promotion  the same update without a share: the others follow
     rollback   the canary's replicas get the current weights again, or all the previous ones
+    analysis   of a canary: promotion or rollback by what is measured (``fleet.canary``)
     a replica that joins gets the weights it should have before its first request
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence as Seq
 from dataclasses import dataclass
@@ -22,8 +24,10 @@ from typing import Any
 
 from jserve.engine.wire import Control, HandleReply
 from jserve.errors import BadRequest, EngineDead, JserveError, WeightsError
+from jserve.fleet.canary import Analysis, CanaryWatch, CanaryVerdict
 from jserve.fleet.member import Member
-from jserve.types import FIRST_WEIGHTS
+from jserve.ports import Clock
+from jserve.types import FIRST_WEIGHTS, Output
 
 ACTIONS = ("update_weights", "rollback_weights")
 RETRY_S = 5.0
@@ -51,14 +55,26 @@ class Rollout:
         model: the weights that replicas start with, as ``update_weights`` takes them.
         ask: as ``Ask``.
         on_change: called when a replica begins or ends an update (``Member.updating``).
+        clock: monotonic seconds.
     """
 
-    def __init__(self, model: str, ask: Ask, on_change: Callable[[Member], None]) -> None:
-        self._ask, self._on_change = ask, on_change
+    def __init__(
+        self,
+        model: str,
+        ask: Ask,
+        on_change: Callable[[Member], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._ask, self._on_change, self._clock = ask, on_change, clock
         self._initial = self._current = Weights(model, FIRST_WEIGHTS)
         self._previous: Weights | None = None
         self._canary: Weights | None = None
         self._share, self._n_canaries = 0.0, 0
+        self._watch: CanaryWatch | None = None
+        """Of a canary that is promoted or rolled back by what is measured."""
+        self._last: dict[str, Any] | None = None
+        """What became of the last canary."""
+        self._again_at = 0.0
         self._loaded: dict[Member, Weights] = {}
         """The last update of each replica that had one."""
         self._checked: set[Member] = set()
@@ -87,6 +103,11 @@ class Rollout:
         if not isinstance(command.source, str):
             why = "source: replicas take a directory, which all of them can read"
             raise BadRequest(why, field="source")
+        if command.analysis is not None:
+            Analysis.of(command.analysis)
+            if not command.canary:
+                why = "analysis is of a canary, and canary says the share of its requests"
+                raise BadRequest(why, field="analysis")
         for name in ("partial", "donate", "alias"):
             if getattr(command, name):
                 raise BadRequest(f"{name} is of one engine; there are replicas", field=name)
@@ -101,8 +122,10 @@ class Rollout:
             why = "canary: there is another one: update without a share or roll back first"
             raise BadRequest(why, field="canary")
 
-    async def carry_out(self, command: Control, members: Seq[Member]) -> None:
-        """Update ``members``, oldest first, or roll them back.
+    async def carry_out(
+        self, command: Control, members: Seq[Member], why: str = "asked for"
+    ) -> None:
+        """Update ``members``, oldest first, or roll them back; ``why`` is for those who look later.
 
         Raises:
             BadRequest, WeightsError: it is not possible now, or a replica cannot load them; all have their weights
@@ -113,14 +136,59 @@ class Rollout:
         self._busy = True
         try:
             async with self._lock:
+                tried = self._canary
                 if command.action == "rollback_weights":
                     await self._roll_back(members)
                 elif command.canary:
                     await self._start_canary(self._wanted(command), command, members)
                 else:
                     await self._replace_all(self._wanted(command), members, command.running)
+                if tried is not None and self._canary is None:
+                    self._end_canary(tried, why)
         finally:
             self._busy = False
+
+    def told(self, member: Member, output: Output, sent: object, sent_at: float) -> None:
+        """``output`` of ``member`` came, of the attempt ``sent``."""
+        if self._watch is not None:
+            tried = self.weights_of(member) is self._canary
+            self._watch.told(output, sent, sent_at, self._clock(), tried=tried)
+
+    def over(self, request_id: str, n: int) -> None:
+        """Nobody waits for the ``n`` choices of this request any more."""
+        if self._watch is not None:
+            self._watch.forget(request_id, n)
+
+    def fault(self, member: Member, why: str) -> None:
+        """Something happened to ``member`` that speaks against its weights, where these are a canary's."""
+        if self._watch is not None and self.weights_of(member) is self._canary:
+            self._watch.canary.faults.append(f"{member.name}: {why}")
+
+    def judge(self) -> CanaryVerdict | None:
+        """What is to become of the canary now; None: nothing."""
+        if self._watch is None or self._busy or self._clock() < self._again_at:
+            return None
+        found = self._watch.verdict(self._clock())
+        return None if found.action == "wait" else found
+
+    async def carry_out_verdict(self, found: CanaryVerdict, members: Seq[Member]) -> None:
+        """Promote the canary or roll it back. A canary that cannot be promoted is rolled back next; what cannot be
+        rolled back is tried again."""
+        canary, watch = self._canary, self._watch
+        if canary is None or watch is None or self._busy:
+            return
+        if found.action == "promote":
+            fields = {"source": canary.source, "version": canary.version, "running": watch.running}
+            command = Control(id=uuid.uuid4().hex, action="update_weights", **fields)
+        else:
+            command = Control(id=uuid.uuid4().hex, action="rollback_weights")
+        try:
+            await self.carry_out(command, members, found.why)
+        except JserveError as error:
+            log.error("canary %s: %s failed: %s", canary.version, found.action, error.message)
+            if found.action == "promote":
+                watch.canary.faults.append(f"the promotion failed: {error.message}")
+            self._again_at = self._clock() + RETRY_S
 
     def begin_catch_up(self, member: Member, members: Seq[Member]) -> bool:
         """True if ``member``, one of ``members``, has other weights than it should: it gets no new requests from
@@ -145,6 +213,8 @@ class Rollout:
                     break
                 except JserveError as error:
                     log.warning("replica %s lacks new weights: %s", member.name, error.message)
+                    if self._watch is not None and weights is self._canary:
+                        self._watch.canary.faults.append(f"{member.name}: {error.message}")
                     member.updating = True
                     self._on_change(member)
             await asyncio.sleep(RETRY_S)
@@ -169,11 +239,28 @@ class Rollout:
         return next((one for one in members if self.weights_of(one) is wanted), None)
 
     def info(self, members: Seq[Member]) -> dict[str, Any]:
-        """Facts for an operator: the current version, the canary's and its share, each replica's."""
-        canary = self._canary and {"version": self._canary.version, "share": self._share}
+        """Facts for an operator: the current version, the canary's with its share and analysis, what became of the
+        last one, each replica's version."""
+        canary: dict[str, Any] | None = None
+        if self._canary is not None:
+            canary = {"version": self._canary.version, "share": self._share}
+        if canary is not None and self._watch is not None:
+            canary["analysis"] = self._watch.facts(self._clock())
         found = {one.name: self.weights_of(one) for one in members}
         replicas = {name: weights.version if weights else None for name, weights in found.items()}
-        return {"version": self._current.version, "canary": canary, "replicas": replicas}
+        return {
+            "version": self._current.version,
+            "canary": canary,
+            "last_canary": self._last,
+            "replicas": replicas,
+        }
+
+    def _end_canary(self, canary: Weights, why: str) -> None:
+        """Note what became of ``canary``, whose end was just carried out."""
+        outcome = "promoted" if self._current is canary else "rolled_back"
+        self._watch = None
+        self._last = {"version": canary.version, "outcome": outcome, "why": why}
+        log.warning("canary %s is %s: %s", canary.version, outcome.replace("_", " "), why)
 
     def _is_canary(self, command: Control) -> bool:
         canary = self._canary
@@ -193,6 +280,10 @@ class Rollout:
         others = [one for one in reversed(members) if one not in have]
         await self._update_each(wanted, others[: max(0, n - len(have))], command.running)
         self._canary, self._share, self._n_canaries = wanted, command.canary, max(n, len(have))
+        self._watch, self._again_at = None, 0.0
+        if command.analysis is not None:
+            bounds = Analysis.of(command.analysis)
+            self._watch = CanaryWatch(bounds, command.running, self._clock())
 
     async def _replace_all(self, wanted: Weights, members: Seq[Member], running: str) -> None:
         await self._update_each(wanted, members, running)

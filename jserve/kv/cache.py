@@ -44,6 +44,10 @@ class PageListener(Protocol):
 
     def removed(self, node: Node) -> None: ...
 
+    def close(self) -> None:
+        """The engine ends. Idempotent."""
+        ...
+
 
 class PageCache:
     """Facade over ``PagePool``, ``PageTable`` and ``RadixTree``. ``listener`` hears of findable pages."""

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from jserve.addresses import own_address
 from jserve.errors import ConfigError
 from jserve.runner.disk import DiskStore, checked
 
@@ -78,7 +79,7 @@ class KVTransferServer:
                 f"kv_transfer_address cannot listen on {address[0]}:{address[1]}: {error.strerror}",
                 field="kv_transfer_address",
             ) from None
-        host = _own_address() if address[0] in ("0.0.0.0", "::") else address[0]
+        host = own_address() if address[0] in ("0.0.0.0", "::") else address[0]
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         """The address at which others reach it."""
         threading.Thread(target=self._accept, name="kv-transfer", daemon=True).start()
@@ -207,16 +208,6 @@ def hello(store: DiskStore, key: str) -> bytes:
     """The first message of a client."""
     hashed = hashlib.sha256(key.encode()).digest()
     return _HELLO.pack(MAGIC, hashed, store.root.name.encode()[:16], store.page_bytes)
-
-
-def _own_address() -> str:
-    """Of this machine, as others see it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: asks for the address that would
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
 
 
 def _receive(one: socket.socket, n: int) -> bytes:

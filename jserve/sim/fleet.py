@@ -1,31 +1,55 @@
 """Simulates several engines behind one router: the engines of ``sim.simulate``, each with its own clock.
 
 The engine whose clock is behind steps next, so no arrival comes to one that is ahead of it. What a replica says of
-itself reaches the router ``VIEW_S`` seconds apart, as it does live. With ``max_replicas`` others are started and
+itself reaches the router at the end of a step, ``VIEW_S`` seconds apart and when it becomes idle, as it does live: a
+choice in the middle of a step knows nothing of it. With ``max_replicas`` others are started and
 stopped by the load (``fleet.autoscale``); unlike a live one, a replica that is stopped ends what it works on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence as Seq
+from heapq import heappop, heappush
+from typing import NamedTuple
 
+from jserve.engine.view import PageEvent, View
 from jserve.errors import ConfigError
+from jserve.fleet.asking import Asking
 from jserve.fleet.autoscale import Autoscaler, ReplicaLoad
 from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
-from jserve.fleet.pages import digests_of
 from jserve.fleet.route import Asked
 from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.ports import RunnerLimits
-from jserve.sched.cache.retention import root_of
 from jserve.sched.stats import SchedStats
 from jserve.sim.device import SimClock
-from jserve.sim.simulate import Clients, Run, Setup, Simulation, limits_of, no_gc, simulate
+from jserve.sim.simulate import (
+    Clients,
+    Run,
+    Setup,
+    Simulation,
+    limits_of,
+    no_gc,
+    simulate,
+    without_deadlines,
+)
 from jserve.sim.trace import TraceItem, request_of
-from jserve.types import Request
 
 VIEW_S = 0.05
+
+
+class _Said(NamedTuple):
+    """What a replica says at the end of a step; ``number`` is that of the message."""
+
+    at: float
+    number: int
+    by: _SimReplica
+    ended: list[tuple[str, int]]
+    """Requests, with the tokens that were drawn."""
+    view: View | None
+    pages: list[PageEvent]
 
 
 class _SimReplica:
@@ -37,7 +61,7 @@ class _SimReplica:
         self.log = PageLog()
         self.simulation.scheduler.resources.cache.listener = self.log
         self.n_sent = 0
-        self.told_at = -VIEW_S
+        self.told_at = -math.inf
 
     @property
     def now(self) -> float:
@@ -81,6 +105,7 @@ class FleetSimulation:
             raise ConfigError("static batching is simulated for one engine", field="batching")
         self.clients = Clients(trace, setup)
         self.router = ReplicaRouter(policy=setup.router, seed=setup.seed)
+        self._asking = Asking()
         self.setup, self.limits, self.page_size = setup, limits, limits.page_size
         self.replicas: dict[int, _SimReplica] = {}
         """Those that run, by number."""
@@ -90,6 +115,9 @@ class FleetSimulation:
         self._starting: list[float] = []
         """Times at which those that were started will be ready."""
         self._next_sample = 0.0
+        self._said: list[_Said] = []
+        """What the router has not heard yet: a heap."""
+        self._n_said = 0
         self._sent: dict[str, tuple[Asked, _SimReplica]] = {}
         """By request id, what was asked and where it went."""
         for _ in range(setup.replicas):
@@ -122,44 +150,49 @@ class FleetSimulation:
 
     def _send(self, item: TraceItem, at: float) -> None:
         for one in self.replicas.values():
-            if not one.busy:  # an idle engine says nothing, and nothing is new
+            if not one.busy:
                 one.simulation.clock.now = max(one.now, at)
-                self._tell(one)
+        self._hear(at)
         self._scale(at)
-        asked = self._asked(request_of(item, self.clients.streams, at))
+        request = request_of(item, self.clients.streams, at)
+        if not self.setup.deadlines:
+            request = without_deadlines(request)
+        asked = self._asking.of(request, self.page_size)
         chosen = self.replicas[self.router.choose(asked).replica]
         self._sent[item.id] = (asked, chosen)
         chosen.n_sent += 1
         chosen.simulation.send(item, at)
 
-    def _asked(self, request: Request) -> Asked:
-        tokens, n_out = request.prompt_ids, request.params.max_tokens or 0
-        ttft_ms = request.ttft_deadline_ms if self.setup.deadlines else None
-        return Asked(
-            pages=digests_of(root_of(request), tokens, self.page_size),
-            page_size=self.page_size,
-            n_prompt=len(tokens),
-            n_out=n_out,
-            lane=request.lane,
-            ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
-        )
-
     def _step(self, one: _SimReplica) -> None:
         one.simulation.advance()
-        for id in self.clients.take_ended():
-            asked, sent_to = self._sent.pop(id)
-            self.router.over(asked, sent_to.number)
-        if one.now - one.told_at >= VIEW_S:
-            self._tell(one)
+        tells = one.now - one.told_at > VIEW_S or not one.busy
+        self._say(one, self.clients.take_ended(), tells=tells)
         if one.now >= self._next_sample:
             self._sample(one.now)
         self._scale(one.now)
 
-    def _tell(self, one: _SimReplica) -> None:
-        engine = one.simulation.engine
-        view = view_of(one.simulation.scheduler, one.n_sent - engine.n_unread)
-        self.router.update(one.number, view, one.log.take())
-        one.told_at = one.now
+    def _say(self, one: _SimReplica, ended: list[tuple[str, int]], *, tells: bool) -> None:
+        """Queue what ``one`` says now; ``tells``: its view is among it."""
+        if not tells and not ended:
+            return
+        view, pages = None, []
+        if tells:
+            engine, one.told_at = one.simulation.engine, one.now
+            view = view_of(one.simulation.scheduler, one.n_sent - engine.n_unread)
+            pages = one.log.take()
+        self._n_said += 1
+        heappush(self._said, _Said(one.now, self._n_said, one, ended, view, pages))
+
+    def _hear(self, now: float) -> None:
+        """The router hears what was said until ``now``."""
+        while self._said and self._said[0].at <= now:
+            said = heappop(self._said)
+            for id, n_tokens in said.ended:
+                self._asking.learn(n_tokens)
+                asked, sent_to = self._sent.pop(id)
+                self.router.over(asked, sent_to.number)
+            if said.view is not None:
+                self.router.update(said.by.number, said.view, said.pages)
 
     # -- their number
 
@@ -192,9 +225,12 @@ class FleetSimulation:
         made = _SimReplica(self.router.join(), self.setup, self.limits, self.clients)
         made.began = made.simulation.clock.now = now
         self.replicas[made.number] = made
-        self._tell(made)
+        self._say(made, [], tells=True)
+        self._hear(now)
+        made.told_at = -math.inf  # it says how its first step went too
 
     def _leave(self, one: _SimReplica, now: float) -> None:
+        self._hear(one.now)
         one.ended = now
         self.ended.append(self.replicas.pop(one.number))
         self.autoscaler.forget(_name(one))

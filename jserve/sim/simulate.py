@@ -178,7 +178,7 @@ class Clients:
         self._heap: list[tuple[float, int, TraceItem, int | None, bool]] = []
         """(time, serial, item, choice, is a cancel)."""
         self._followers: dict[str, list[TraceItem]] = {}
-        self._ended: list[str] = []
+        self._ended: list[tuple[str, int]] = []
         for item in trace:
             if item.after:
                 self._followers.setdefault(item.after, []).append(item)
@@ -202,7 +202,7 @@ class Clients:
         request = request_of(item, self.streams, at)
         for seconds, index in item.cancels:
             self._push(at + seconds, item, index, hangs_up=True)
-        return request if self.setup.deadlines else _without_deadlines(request)
+        return request if self.setup.deadlines else without_deadlines(request)
 
     def receive(self, outputs: Seq[Output], now: float) -> None:
         """Write down what each output says, and send what follows from it."""
@@ -214,8 +214,8 @@ class Clients:
             if output.finish is not None:
                 self._end(record, output, now)
 
-    def take_ended(self) -> list[str]:
-        """Ids of requests that ended since the last call, those that are sent again among them."""
+    def take_ended(self) -> list[tuple[str, int]]:
+        """Requests that ended since the last call, those that are sent again among them: (id, tokens drawn)."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -233,7 +233,7 @@ class Clients:
         record.n_cached = max(record.n_cached, output.n_cached)
         if record.left:
             return
-        self._ended.append(record.item.id)
+        self._ended.append((record.item.id, sum(map(len, record.times))))
         if record.error in RETRIED and record.n_sent <= self.setup.retries:
             wait = output.retry_after or float(2 ** (record.n_sent - 1))
             self._push(now + wait, record.item)
@@ -368,7 +368,8 @@ class Simulation:
         return self._idle + 1
 
 
-def _without_deadlines(request: Request) -> Request:
+def without_deadlines(request: Request) -> Request:
+    """``request`` as a scheduler sees it that knows of no deadlines."""
     return dataclasses.replace(
         request, ttft_deadline_ms=None, tpot_deadline_ms=None, deadline_ms=None
     )

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from jserve.build import serving_engine
-from jserve.config import EngineConfig
 from jserve.engine.kv_events import BlockRemoved, BlockStored, KvEvents, merged
 from jserve.errors import ConfigError
 from jserve.fleet.pages import digests_of
@@ -190,11 +188,4 @@ def test_without_pyzmq_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "zmq", None)
     with pytest.raises(ConfigError, match="kv-events") as caught:
         KvEvents("tcp://*:1", "", "", 4)
-    assert caught.value.field == "kv_events"
-
-
-def test_replicas_publish_none():
-    pytest.importorskip("ray")
-    with pytest.raises(ConfigError) as caught:
-        serving_engine(EngineConfig.of(replicas=2, kv_events="tcp://*:1"))
     assert caught.value.field == "kv_events"

@@ -380,6 +380,7 @@ def test_weights_that_do_not_fit_leave_all_as_it_was() -> None:
         outputs += more
     for action, fields in (
         ("update_weights", {"source": 1, "canary": 0.1}),
+        ("update_weights", {"source": 1, "analysis": {}}),
         ("rollback_weights", {}),
     ):
         answer, more = told(engine, action, **fields)

@@ -132,13 +132,16 @@ def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
 
 class DirectoryRunner(WeighedRunner):
     """Its weights are the number in the file ``weights`` of a directory; one without is refused, in time that
-    depends on the directory's file ``seconds``."""
+    depends on the directory's file ``seconds``. Those with a file ``slow`` take so many times as long for a step, those
+    with ``broken`` cannot be computed with."""
+
+    slow = 1.0
 
     made: ClassVar[list[DirectoryRunner]] = []
     """Those of ``weighed``, youngest last."""
 
     def collect(self, flight: InFlight) -> StepResult:
-        time.sleep(STEP_S)
+        time.sleep(STEP_S * self.slow)
         return super().collect(flight)
 
     def update_weights(
@@ -149,6 +152,9 @@ class DirectoryRunner(WeighedRunner):
         if not (Path(source) / "weights").exists():
             raise WeightsError(f"{source}: no weights", field=source)
         super().update_weights(stated(source), partial=partial, donate=donate, alias=alias)
+        slow = Path(source) / "slow"
+        self.slow = float(slow.read_text()) if slow.exists() else 1.0
+        self.gone = "its file is damaged" if (Path(source) / "broken").exists() else ""
         return f"w{self.weights}"
 
 

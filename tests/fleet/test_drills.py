@@ -34,6 +34,7 @@ from jserve.fleet.router import POLICIES
 from tests.engine.test_resume import any_request
 from tests.fleet.fakes import OPTIONS
 from tests.fleet.test_face import World, all_told, answers, begun, requests, undisturbed, until
+from tests.fleet.test_fleet_kv_events import at, free_ports, replayed
 
 pytestmark = [
     pytest.mark.ray,
@@ -54,7 +55,10 @@ def orders(tmp_path_factory) -> Path:
 class Drill:
     def __init__(self, orders: Path) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.config = EngineConfig.of(**OPTIONS, replicas=N, model=str(orders))
+        self.events, replay = free_ports()
+        self.config = EngineConfig.of(
+            **OPTIONS, replicas=N, model=str(orders), kv_events=self.events, kv_events_replay=replay
+        )
         self.orders = orders
         self.source = RayReplicas(self.config, "tests.fleet.fakes:build", app="drills")
         self.fleet = FleetEngine(self.source)
@@ -121,6 +125,21 @@ async def test_d1_a_replica_is_killed_while_it_answers(drill):
     assert drill.fleet.counters["engine_deaths"] == deaths + 1
     assert gap < 2.0
     await drill.whole()  # Serve started another one
+
+
+async def test_who_takes_a_place_publishes_there(drill):
+    """Replicas are processes that choose their ports at the same time, and one by one later."""
+    addresses = {one.kv_events for one in drill.fleet.replicas()}
+    assert addresses == {at(drill.events, rank) for rank in range(N)}
+    assert await answers(drill.fleet, requests(9)) == await undisturbed(requests(9))
+    gone = drill.fleet.replicas()[1]
+    os.kill(drill.pid(drill.fleet.members[1]), signal.SIGKILL)
+    await until(lambda: gone.name not in [one.name for one in drill.fleet.replicas()], 10.0)
+    await drill.whole()
+    assert {one.kv_events for one in drill.fleet.replicas()} == addresses
+    rank = int(gone.kv_events.rpartition(":")[2]) - int(drill.events.rpartition(":")[2])
+    found = replayed(at(drill.config.cache.kv_events_replay, rank))
+    assert (found[0], {one[2] for one in found}) == ((0, ["AllBlocksCleared"], rank), {rank})
 
 
 async def test_d1_whatever_was_asked_for(drill):

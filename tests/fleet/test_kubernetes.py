@@ -105,7 +105,7 @@ def test_workers_are_ready_without_proxies_of_serve() -> None:
         ("kv_transfer_key", "k"),
         ("port", 9999),
         ("max_replicas", 1),
-        ("kv_events", "tcp://127.0.0.1:1"),
+        ("kv_events", "ipc:///tmp/events"),
     ],
 )
 def test_what_the_file_cannot_say_is_refused(field: str, value: Any) -> None:

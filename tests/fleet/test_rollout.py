@@ -338,6 +338,8 @@ async def test_prefixes_are_found_under_new_weights_and_old_ones_again(models):
         ({"source": "x", "canary": 1.0}, "canary"),
         ({"source": "x", "canary": -0.5}, "canary"),
         ({"source": "x", "canary": 0.5}, "canary"),
+        ({"source": "x", "analysis": {}}, "analysis"),
+        ({"source": "x", "canary": 0.5, "analysis": {"min_requests": 0}}, "analysis.min_requests"),
     ],
 )
 async def test_what_replicas_cannot_do_is_refused_by_name(models, fields, field):

@@ -133,5 +133,6 @@ OPERATOR: Table = (
         admin.NothingBody,
     ),
     Route("GET", "/weight_info", _ADMIN, admin.weight_info, "The version of the weights"),
+    Route("GET", "/replicas", _ADMIN, admin.replicas, "The replicas and their state"),
     Route("GET", METRICS, _ADMIN, health.metrics, "Prometheus metrics"),
 )

@@ -9,6 +9,7 @@ The port is off unless asked for, and never that of the public API. ::
     POST /sleep  /wake_up      {"tags": ["kv_cache", "weights"]}; GET /is_sleeping
     POST /update_weights       {"weight_dir": "...", "version": "...", "running": "recompute"}; GET /weight_info
     POST /rollback_weights     with replicas: back to the previous weights
+    GET  /replicas             each with its state, and where it publishes its KV events
 
 Names and modes are vLLM's; those of ``/pause``, ``/sleep`` and ``/wake_up`` may stand in the query, as its clients send
 them.
@@ -17,6 +18,7 @@ them.
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 from typing import Any, Literal
 
 from aiohttp import web
@@ -53,6 +55,17 @@ class TagsBody(Fields):
     """The memory that leaves the device, or comes back; by default both."""
 
 
+class AnalysisBody(Fields):
+    """Bounds of a canary that is promoted or rolled back by what is measured, see ``fleet.canary.Analysis``."""
+
+    min_requests: int | None = None
+    max_error_share: float | None = None
+    max_ttft_ratio: float | None = None
+    max_tpot_ratio: float | None = None
+    quantile: float | None = None
+    progress_deadline_s: float | None = None
+
+
 class WeightsBody(Fields):
     """POST /update_weights."""
 
@@ -63,6 +76,8 @@ class WeightsBody(Fields):
     """The fate of running requests."""
     canary: float | None = None
     """With replicas, the share of new requests that get the new weights at first; by default all get them."""
+    analysis: AnalysisBody | None = None
+    """Of a canary: it is promoted or rolled back by these bounds; by default that is asked for."""
 
 
 _MODES = {"wait": "finish"}
@@ -115,6 +130,7 @@ async def update_weights(request: web.Request, front: Front) -> web.StreamRespon
         "version": body.version or "",
         "running": body.running or "",
         "canary": body.canary or 0.0,
+        "analysis": body.analysis and body.analysis.model_dump(exclude_none=True),
     }
     return json_response(await _told(front, "update_weights", source=body.weight_dir, **given))
 
@@ -126,6 +142,10 @@ async def rollback_weights(request: web.Request, front: Front) -> web.StreamResp
 
 async def weight_info(request: web.Request, front: Front) -> web.StreamResponse:
     return json_response(await _told(front, "weight_info"))
+
+
+async def replicas(request: web.Request, front: Front) -> web.StreamResponse:
+    return json_response({"replicas": [asdict(one) for one in front.engine.replicas()]})
 
 
 async def is_paused(request: web.Request, front: Front) -> web.StreamResponse:

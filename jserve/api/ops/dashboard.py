@@ -17,6 +17,7 @@ from aiohttp import web
 
 from jserve.api.http.front import Front, json_response
 from jserve.api.ops.recent import WINDOW_S, Recent
+from jserve.engine.face import ReplicaState
 from jserve.errors import BadRequest
 from jserve.types import Lane
 
@@ -93,13 +94,20 @@ def snapshot(front: Front, after: int, now: float) -> dict[str, Any]:
         },
         "speculation": _speculation(found),
         "experts": _experts(found),
-        "replicas": [asdict(one) for one in front.engine.replicas()],
+        "replicas": [_replica(one) for one in front.engine.replicas()],
         "fleet": {
             "load": found.get(("fleet_load", ""), 0),
             "needed": found.get(("replicas_needed", ""), 0),
         },
         "steps": {"columns": STEP_COLUMNS, "rows": _steps(front, after)},
     }
+
+
+def _replica(state: ReplicaState) -> dict[str, Any]:
+    """Without addresses, which are for operators."""
+    found = asdict(state)
+    del found["kv_events"]
+    return found
 
 
 _KV = ("pages_free", "pages_cached")

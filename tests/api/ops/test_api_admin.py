@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,6 +15,7 @@ from jserve.api.http.errors import Aborted
 from jserve.api.http.server import HttpServer, serve
 from jserve.api.reply.generate import Generation
 from jserve.config import EngineConfig
+from jserve.engine.face import ReplicaState
 from jserve.errors import BadRequest, WeightsError
 from jserve.sampling import SamplingParams
 from jserve.types import Request
@@ -25,7 +27,7 @@ COMP = "/v1/completions"
 COMMANDS = {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
 """Those that need no body and answer nothing but that it is done."""
 HOLDS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/rollback_weights"}
-ASKED = {"/is_paused", "/is_sleeping", "/weight_info"}
+ASKED = {"/is_paused", "/is_sleeping", "/weight_info", "/replicas"}
 PATHS = {"/abort", *COMMANDS, *HOLDS}
 METRICS = "/metrics"
 
@@ -132,6 +134,26 @@ async def test_commands_reach_the_engine_and_its_refusals_come_back(srv):
         assert body["error"]["type"] == "conflict_error"
 
 
+async def test_replicas_are_listed_with_their_addresses(srv, monkeypatch):
+    at = "tcp://10.0.0.7:5558"
+    figures = "suspicion requests running waiting pages pages_used looked_up found"
+    counts: dict[str, Any] = dict.fromkeys(figures.split(), 1)
+    state = ReplicaState(name="r0", state="ready", role="decode", kv_events=at, **counts)
+    monkeypatch.setattr(srv.engine, "replicas", lambda: [state])
+    app = make_admin_app(srv.app)
+    server = HttpServer(app, "127.0.0.1", 0)
+    url = await server.start()
+    try:
+        async with srv.http.get(url + "/replicas") as r:
+            body = await r.json()
+    finally:
+        await server.stop(0.2)
+    assert [(one["name"], one["kv_events"]) for one in body["replicas"]] == [("r0", at)]
+    _, seen, _ = await srv.get("/v1/dashboard")
+    assert at not in str(seen["replicas"])  # users have no use for it
+    assert seen["replicas"][0]["name"] == "r0"
+
+
 async def test_pause_sleep_and_weights_have_vllms_names_and_modes(srv):
     async with operated(srv) as post:
         asked = srv.engine.asked
@@ -155,6 +177,13 @@ async def test_pause_sleep_and_weights_have_vllms_names_and_modes(srv):
         status, answer = await post("/update_weights", body)
         assert (status, answer["version"]) == (200, "step-3")
         assert (asked[-1].source, asked[-1].running, asked[-1].canary) == ("/w", "mix", 0.05)
+        assert asked[-1].analysis is None
+        for bounds in ({}, {"min_requests": 50, "max_ttft_ratio": 2.0}):
+            assert (await post("/update_weights", {**body, "analysis": bounds}))[0] == 200
+            assert asked[-1].analysis == bounds
+        for bounds in ({"max_ttft_ratio": "2"}, {"min_request": 50}):
+            status, answer = await post("/update_weights", {**body, "analysis": bounds})
+            assert (status, answer["error"]["param"]) == (400, f"analysis.{next(iter(bounds))}")
         assert (await post("/rollback_weights"))[0] == 200
         assert asked[-1].action == "rollback_weights"
         srv.engine.disobeys = WeightsError("no", field="params.embed")

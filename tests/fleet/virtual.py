@@ -1,0 +1,219 @@
+"""The front of a fleet in simulated time: the live code of ``fleet.face`` on an event loop whose clock jumps, over real
+engines on the simulator's device. Nothing of it depends on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from jserve.engine.engine import Engine
+from jserve.engine.wire import Gone, Message, Outputs, Ready
+from jserve.fleet.describe import describe
+from jserve.fleet.face import FleetEngine
+from jserve.fleet.sent import Sent
+from jserve.ports import RunnerLimits
+from jserve.sched.scheduler import Scheduler
+from jserve.sim.device import SimClock, SimRunner
+from jserve.sim.fleet import FleetSimulation
+from jserve.sim.simulate import Setup, limits_of
+from jserve.sim.trace import Streams, TraceItem, request_of
+from jserve.types import Choice, Request
+
+MOVES_NOTHING_S = 0.01
+
+
+class _Jump(selectors.SelectSelector):
+    """Time passes where the loop would wait for it."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(0.05 if timeout is None else 0.0)
+        if not found and timeout:
+            self.now += timeout
+        return found
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its clock begins at 0 and moves from one timer to the next."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.now
+
+
+def in_virtual_time(main: Callable[[VirtualLoop], Awaitable[Any]]) -> Any:
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main(loop))
+    finally:
+        loop.close()
+
+
+class VirtualClient:
+    """One engine on a simulated device, which says and hears the same at the same times as one of a process of its own
+    (``engine.process.serve``): an ``EngineClient``."""
+
+    def __init__(
+        self, setup: Setup, limits: RunnerLimits, answer: Callable[[Choice], list[int]]
+    ) -> None:
+        self.clock = SimClock()
+        device = setup.device
+        runner = SimRunner(
+            limits, device.costs, self.clock, answer, host_s=device.host_s, move_s=device.move_s
+        )
+        scheduler = Scheduler(limits, setup.config)
+        overlap = setup.config.scheduler.overlap
+        self.engine = Engine(scheduler, runner, overlap=overlap, clock=self.clock, weights="w")
+        describe(self.engine)
+        self.info: dict[str, Any] = {}
+        self._page_size = limits.page_size
+        self._inbox: list[Request] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._task is not None
+
+    def start(self, on_message: Callable[[Message], None]) -> None:
+        self.info = {"weights": "w", "page_size": self._page_size}
+        on_message(Ready(info=self.info))
+        on_message(self.engine.stats())
+        self._on_message = on_message
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        engine, loop, told_at = self.engine, asyncio.get_running_loop(), -math.inf
+        while True:
+            if not engine.busy and not self._inbox:
+                self._wake.clear()
+                await self._wake.wait()
+            self.clock.now = max(self.clock.now, loop.time())
+            inbox, self._inbox = self._inbox, []
+            for request in inbox:
+                engine.submit(request)
+            before = engine.n_steps, engine.n_in_flight
+            outputs = engine.step()
+            moved = outputs or before != (engine.n_steps, engine.n_in_flight)
+            await asyncio.sleep(
+                max(0.0 if moved else MOVES_NOTHING_S, self.clock.now - loop.time())
+            )
+            if outputs:
+                self._on_message(Outputs(step=engine.n_steps, outputs=outputs))
+            if not engine.busy or loop.time() - told_at > engine.stats_every_s:
+                self._on_message(engine.stats())
+                told_at = loop.time()
+
+    def submit(self, request: Request) -> None:
+        self._inbox.append(request)
+        self._wake.set()
+
+    def create(self, request: Request, ttl_s: float) -> None:
+        raise NotImplementedError
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self.engine.cancel(request_id, index)
+
+    def ask(self, message: Any) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        self.close()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+            self._on_message(Gone(exit_code=0))
+
+
+class VirtualSource:
+    """A ``ReplicaSource`` of ``setup.replicas`` of these."""
+
+    scales = False
+
+    def __init__(self, setup: Setup, answer: Callable[[Choice], list[int]]) -> None:
+        self.n, self._setup, self._answer = setup.replicas, setup, answer
+
+    async def start(self, on_change: Callable[[Iterable[str]], None]) -> None:
+        for n in range(self.n):  # one after the other, so that numbers are those of the simulator
+            on_change([f"r{i}" for i in range(n + 1)])
+
+    def client(self, name: str) -> VirtualClient:
+        return VirtualClient(self._setup, limits_of(self._setup), self._answer)
+
+    async def retire(self, name: str) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+def live_choices(trace: list[TraceItem], setup: Setup) -> dict[str, int]:
+    """By request id, the replica that a live front chose; the trace begins once all replicas are ready."""
+    return in_virtual_time(lambda loop: _Front(trace, setup, loop).choices())
+
+
+class _Front:
+    def __init__(self, trace: list[TraceItem], setup: Setup, loop: VirtualLoop) -> None:
+        self._trace, self._setup, self._loop = trace, setup, loop
+        self._streams = Streams()
+        self._items = {item.id: item for item in trace}
+        self._found: dict[str, int] = {}
+
+    async def choices(self) -> dict[str, int]:
+        source, time = VirtualSource(self._setup, self._answer), self._loop.time
+        fleet = FleetEngine(source, policy=self._setup.router, clock=time)
+        await fleet.start()
+        sent = fleet._placement.sent
+        add = sent.add
+
+        def noted(request_id: str, one: Sent) -> None:
+            self._found[request_id] = one.member.number
+            add(request_id, one)
+
+        sent.add = noted  # type: ignore[method-assign]
+        began = time()
+        firsts = [item for item in self._trace if not item.after]
+        await asyncio.gather(*(self._client(fleet, item, began + item.at) for item in firsts))
+        assert not fleet.counters["moved"]
+        await fleet.close()
+        return self._found
+
+    async def _client(self, fleet: FleetEngine, item: TraceItem, at: float) -> None:
+        """Send ``item`` at ``at``, and what follows it."""
+        await asyncio.sleep(at - self._loop.time())
+        request = request_of(item, self._streams, self._loop.time())
+        async for _ in fleet.generate(request):
+            pass
+        followers = [each for each in self._trace if each.after == item.id]
+        now = self._loop.time()
+        await asyncio.gather(*(self._client(fleet, each, now + each.at) for each in followers))
+
+    def _answer(self, choice: Choice) -> list[int]:
+        return self._streams.answer(self._items[choice.request.id], choice.index)
+
+
+class RecordedSimulation(FleetSimulation):
+    """Keeps the simulator's choices."""
+
+    choices: dict[str, int]
+
+    def _send(self, item: TraceItem, at: float) -> None:
+        super()._send(item, at)
+        self.choices[item.id] = self._sent[item.id][1].number
+
+
+def simulated_choices(trace: list[TraceItem], setup: Setup) -> dict[str, int]:
+    """By request id, the replica that ``jserve simulate --replicas N`` chose."""
+    made = RecordedSimulation(trace, setup, limits_of(setup))
+    made.choices = {}
+    made.run()
+    return made.choices
