@@ -24,7 +24,7 @@ from typing import Any
 
 from jserve.engine.wire import Control, HandleReply
 from jserve.errors import BadRequest, EngineDead, JserveError, WeightsError
-from jserve.fleet.canary import Analysis, CanaryWatch, CanaryVerdict
+from jserve.fleet.canary import Analysis, CanaryVerdict, CanaryWatch
 from jserve.fleet.member import Member
 from jserve.ports import Clock
 from jserve.types import FIRST_WEIGHTS, Output
