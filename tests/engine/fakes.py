@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ class FakeScheduler:
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: dict[int, list[Sequence]] = {}
         self.versions = WeightVersions()
+        self.resources = SimpleNamespace(cache=SimpleNamespace(listener=None))
         self.bisection = FaultBisection(self.live)
         self.device_fault = self.bisection.device_fault
 
