@@ -75,7 +75,7 @@ class ReplicaState:
     odd: int = 0
     """Audits in which it did not say what the others said."""
     kv_events: str = ""
-    """Where it publishes its KV events; empty: nowhere."""
+    """The address at which it publishes its KV events; empty: none."""
 
 
 class EngineFace(ABC):

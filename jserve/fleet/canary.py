@@ -77,7 +77,7 @@ def _bucket(seconds: float) -> int:
 
 @dataclass(slots=True)
 class Figures:
-    """What one side did since the analysis began, counted by choices."""
+    """The counts of one side since the analysis began, by choices."""
 
     ended: int = 0
     failed: int = 0
@@ -87,7 +87,7 @@ class Figures:
     tpot: Histogram = field(default_factory=Histogram)
     """Seconds a token behind the first one, a mean of each choice."""
     faults: list[str] = field(default_factory=list)
-    """What happened to replicas that no other may do."""
+    """Deaths and faults of replicas, of which none is allowed."""
 
     @property
     def error_share(self) -> float:
@@ -138,14 +138,14 @@ _RANGES = {
 
 
 class CanaryVerdict(NamedTuple):
-    """What becomes of a canary, and why."""
+    """The fate of a canary, and its reason."""
 
     action: Action
     why: str
 
 
 def verdict(canary: Figures, rest: Figures, bounds: Analysis, waited_s: float) -> CanaryVerdict:
-    """What becomes of ``canary``, which has been compared with ``rest`` for ``waited_s``."""
+    """The fate of ``canary``, which has been compared with ``rest`` for ``waited_s``."""
     found = _judged(canary, rest, bounds)
     if found.action == "wait" and waited_s >= bounds.progress_deadline_s:
         return CanaryVerdict(
@@ -180,8 +180,8 @@ def _judged(canary: Figures, rest: Figures, bounds: Analysis) -> CanaryVerdict:
 def _slower(
     name: str, canary: Histogram, rest: Histogram, ratio: float, bounds: Analysis
 ) -> CanaryVerdict | None:
-    """Whether the canary's quantile is above ``ratio`` times the others': None, it is not or nothing was counted; to
-    be rolled back where chance is no excuse."""
+    """Compares the canary's quantile with ``ratio`` times the others'. None: it is not above that, or nothing was
+    counted; roll back where chance does not explain it."""
     q = bounds.quantile
     for action, sigmas in (("roll_back", DEVIATIONS), ("wait", 0.0)):
         own, others = canary.quantile(q, -sigmas), rest.quantile(q, sigmas)
