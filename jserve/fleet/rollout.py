@@ -73,7 +73,7 @@ class Rollout:
         self._watch: CanaryWatch | None = None
         """Of a canary that is promoted or rolled back by what is measured."""
         self._last: dict[str, Any] | None = None
-        """What became of the last canary."""
+        """The fate of the last canary."""
         self._again_at = 0.0
         self._loaded: dict[Member, Weights] = {}
         """The last update of each replica that had one."""
@@ -165,7 +165,7 @@ class Rollout:
             self._watch.canary.faults.append(f"{member.name}: {why}")
 
     def judge(self) -> CanaryVerdict | None:
-        """What is to become of the canary now; None: nothing."""
+        """The verdict that is to be carried out now; None: there is none."""
         if self._watch is None or self._busy or self._clock() < self._again_at:
             return None
         found = self._watch.verdict(self._clock())

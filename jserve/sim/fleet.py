@@ -41,7 +41,7 @@ VIEW_S = 0.05
 
 
 class _Said(NamedTuple):
-    """What a replica says at the end of a step; ``number`` is that of the message."""
+    """The message of a replica at the end of a step; ``number`` is that of the message."""
 
     at: float
     number: int
@@ -116,7 +116,7 @@ class FleetSimulation:
         """Times at which those that were started will be ready."""
         self._next_sample = 0.0
         self._said: list[_Said] = []
-        """What the router has not heard yet: a heap."""
+        """A heap of the messages that the router has not heard yet."""
         self._n_said = 0
         self._sent: dict[str, tuple[Asked, _SimReplica]] = {}
         """By request id, what was asked and where it went."""
