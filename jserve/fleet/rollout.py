@@ -24,7 +24,7 @@ from typing import Any
 
 from jserve.engine.wire import Control, HandleReply
 from jserve.errors import BadRequest, EngineDead, JserveError, WeightsError
-from jserve.fleet.canary import Analysis, CanaryWatch, CanaryVerdict
+from jserve.fleet.canary import Analysis, CanaryVerdict, CanaryWatch
 from jserve.fleet.member import Member
 from jserve.ports import Clock
 from jserve.types import FIRST_WEIGHTS, Output
@@ -175,8 +175,13 @@ class Rollout:
         if canary is None or watch is None or self._busy:
             return
         if found.action == "promote":
-            fields = {"source": canary.source, "version": canary.version, "running": watch.running}
-            command = Control(id=uuid.uuid4().hex, action="update_weights", **fields)
+            command = Control(
+                id=uuid.uuid4().hex,
+                action="update_weights",
+                source=canary.source,
+                version=canary.version,
+                running=watch.running,
+            )
         else:
             command = Control(id=uuid.uuid4().hex, action="rollback_weights")
         try:
