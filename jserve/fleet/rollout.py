@@ -178,8 +178,13 @@ class Rollout:
         if canary is None or watch is None or self._busy:
             return
         if found.action == "promote":
-            fields = {"source": canary.source, "version": canary.version, "running": watch.running}
-            command = Control(id=uuid.uuid4().hex, action="update_weights", **fields)
+            command = Control(
+                id=uuid.uuid4().hex,
+                action="update_weights",
+                source=canary.source,
+                version=canary.version,
+                running=watch.running,
+            )
         else:
             command = Control(id=uuid.uuid4().hex, action="rollback_weights")
         try:

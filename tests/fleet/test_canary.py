@@ -91,9 +91,9 @@ def test_a_verdict_keeps_its_promises(canary: Figures, rest: Figures, bounds: An
             (canary.ttft, rest.ttft, bounds.max_ttft_ratio),
             (canary.tpot, rest.tpot, bounds.max_tpot_ratio),
         ):
-            quantiles = own.quantile(bounds.quantile), others.quantile(bounds.quantile)
-            if None not in quantiles:
-                assert quantiles[0] <= ratio * GROWTH * quantiles[1] * (1 + 1e-9)
+            mine, theirs = own.quantile(bounds.quantile), others.quantile(bounds.quantile)
+            if mine is not None and theirs is not None:
+                assert mine <= ratio * GROWTH * theirs * (1 + 1e-9)
     broken = figures(ended=canary.ended, faults=["it died"])
     assert verdict(broken, rest, bounds, s) == ("roll_back", "it died")
 
@@ -189,6 +189,8 @@ def test_what_is_counted():
     for at, n, finish in ((11.5, 1, None), (12.0, 4, None), (12.5, 5, Finish.LENGTH)):
         watch.told(output("a", n, finish), first, 11.0, at, tried=True)
     ttft, tpot = watch.canary.ttft.quantile(0.5), watch.canary.tpot.quantile(0.5)
+    assert ttft is not None
+    assert tpot is not None
     assert (watch.canary.ended, watch.canary.failed) == (1, 0)
     assert 0.5 <= ttft <= 0.5 * GROWTH
     assert 1.0 / 9 <= tpot <= 1.0 / 9 * GROWTH
@@ -318,6 +320,7 @@ async def test_a_canary_that_cannot_be_promoted_is_rolled_back(models, monkeypat
         await world.order(source=directory, version="try", canary=0.5, analysis={})
         (Path(directory) / "weights").unlink()
         watch = world.fleet._rollout._watch
+        assert watch is not None
         watch.canary.ended = watch.rest.ended = 100
         await until(lambda: not world.fleet._rollout.has_canary)
         facts = await world.order("weight_info")
