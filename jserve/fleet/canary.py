@@ -183,7 +183,8 @@ def _slower(
     """Compares the canary's quantile with ``ratio`` times the others'. None: it is not above that, or nothing was
     counted; roll back where chance does not explain it."""
     q = bounds.quantile
-    for action, sigmas in (("roll_back", DEVIATIONS), ("wait", 0.0)):
+    looks: tuple[tuple[Action, float], ...] = (("roll_back", DEVIATIONS), ("wait", 0.0))
+    for action, sigmas in looks:
         own, others = canary.quantile(q, -sigmas), rest.quantile(q, sigmas)
         if own is not None and others is not None and own > ratio * GROWTH * others:
             why = f"{name}, {q:g}-quantile: {1e3 * own:.4g} ms, of the others {1e3 * others:.4g} ms"
