@@ -36,6 +36,8 @@ LEAST_S, GROWTH = 1e-4, 2**0.125
 """The upper bound of the first bucket, and of each bucket over that of the one before."""
 DEVIATIONS = 3.0
 """Standard deviations by which the rank of a quantile may be wrong by chance."""
+ROUNDING = 1e-9
+"""A share times a count may be so much below a whole number that it stands for."""
 UNCOUNTED = (Overloaded.code, DeadlineUnreachable.code, NotReady.code, WeightsChanged.code)
 """Ends that say nothing of the weights of whoever tells them."""
 
@@ -158,7 +160,7 @@ def _judged(canary: Figures, rest: Figures, bounds: Analysis) -> CanaryVerdict:
     if canary.faults:
         return CanaryVerdict("roll_back", canary.faults[0])
     may_fail = (rest.error_share + bounds.max_error_share) * max(canary.ended, bounds.min_requests)
-    if canary.failed > may_fail:
+    if canary.failed > may_fail + ROUNDING:
         why = (
             f"{canary.failed} of {canary.ended} failed, of the others {rest.failed} of {rest.ended}"
         )

@@ -151,6 +151,9 @@ def test_failures_are_seen_before_enough_requests_are(failed: int, ended: int, a
     assert verdict(figures(ended=ended, failed=failed), rest, Analysis(), 0.0).action == action
     unwell = figures(ended=500, failed=250)
     assert verdict(figures(ended=100, failed=50), unwell, Analysis(), 0.0).action == "promote"
+    alike = figures(ended=39, failed=31)  # 31 / 39 * 39 is below 31
+    bounds = Analysis(min_requests=1, max_error_share=0.0)
+    assert verdict(alike, alike, bounds, 0.0).action == "promote"
 
 
 @pytest.mark.parametrize(
