@@ -35,9 +35,10 @@ def checked(f: dataclasses.Field[Any], value: Any, name: str = "") -> Any:
         raise ConfigError(
             f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}", field=name
         )
-    if low is not None and value < low:
+    # Negated, so that NaN is refused.
+    if low is not None and not value >= low:
         raise ConfigError(f"{name} must be at least {low}, not {value}", field=name)
-    if high is not None and value > high:
+    if high is not None and not value <= high:
         raise ConfigError(f"{name} must be at most {high}, not {value}", field=name)
     return value
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from jserve.errors import (
     BadRequest,
+    ConfigError,
     DeadlineUnreachable,
     NotReady,
     Overloaded,
@@ -30,6 +31,7 @@ from jserve.errors import (
     WeightsError,
     error_of,
 )
+from jserve.options import checked, opt
 from jserve.types import Finish, Output
 
 LEAST_S, GROWTH = 1e-4, 2**0.125
@@ -100,43 +102,33 @@ class Figures:
 class Analysis:
     """The bounds of a canary, as ``update_weights`` takes them."""
 
-    min_requests: int = 100
-    """Choices of each side that must have ended."""
-    max_error_share: float = 0.01
-    """Of the canary's that fail, above the share of the others'."""
-    max_ttft_ratio: float = 1.25
-    """Of the quantiles of the times to first token, the canary's over the others'."""
-    max_tpot_ratio: float = 1.25
-    """Of the seconds a token, likewise."""
-    quantile: float = 0.9
-    progress_deadline_s: float = 3600.0
-    """After which a canary that is not promoted is rolled back."""
+    min_requests: int = opt(100, "choices of each side that must have ended", min=1)
+    max_error_share: float = opt(
+        0.01, "of the canary's that fail, above the share of the others'", min=0.0, max=1.0
+    )
+    max_ttft_ratio: float = opt(
+        1.25, "of the quantiles of the times to first token, the canary's over the others'", min=1.0
+    )
+    max_tpot_ratio: float = opt(1.25, "of the seconds a token, likewise", min=1.0)
+    quantile: float = opt(0.9, "which quantile", min=0.01, max=0.999)
+    progress_deadline_s: float = opt(
+        3600.0, "after which a canary that is not promoted is rolled back", min=0.0
+    )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Analysis:
         """Raises BadRequest, which names the field."""
-        names = {each.name for each in fields(cls)}
+        known = {each.name: each for each in fields(cls)}
+        found = {}
         for name, value in given.items():
             where = f"analysis.{name}"
-            if name not in names:
+            if name not in known:
                 raise BadRequest(f"{where}: there is no such bound", field=where)
-            low, high = _RANGES[name]
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not low <= value <= high:
-                raise BadRequest(f"{where} must be from {low:g} to {high:g}", field=where)
-            if name == "min_requests" and value != int(value):
-                raise BadRequest(f"{where} must be a whole number", field=where)
-        return cls(**given)
-
-
-_RANGES = {
-    "min_requests": (1, 1e9),
-    "max_error_share": (0.0, 1.0),
-    "max_ttft_ratio": (1.0, 1e6),
-    "max_tpot_ratio": (1.0, 1e6),
-    "quantile": (0.01, 0.999),
-    "progress_deadline_s": (0.0, 1e9),
-}
+            try:
+                found[name] = checked(known[name], value, where)
+            except ConfigError as error:
+                raise BadRequest(error.message, field=where) from None
+        return cls(**found)
 
 
 class CanaryVerdict(NamedTuple):
