@@ -224,16 +224,14 @@ def _engine(
 
 def _publish_kv_events(config: EngineConfig, engine: Engine) -> None:
     """Raises ConfigError, as ``KvEvents``."""
-    options, cache = config.cache, engine.scheduler.resources.cache
-    if options.kv_events:
-        from jserve.engine.kv_events import KvEvents
+    from jserve.engine.kv_events import KvEvents, check_named
 
+    options, cache = config.cache, engine.scheduler.resources.cache
+    check_named(options)
+    if options.kv_events:
         cache.listener = KvEvents(
             options.kv_events, options.kv_events_replay, options.kv_events_topic, cache.page_size
         )
-    elif options.kv_events_replay or options.kv_events_topic:
-        field = "kv_events_replay" if options.kv_events_replay else "kv_events_topic"
-        raise ConfigError(f"{field} needs kv_events", field=field)
 
 
 def _proposer(config: EngineConfig, n_vocab: int) -> Any:

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from jserve.addresses import own_address
+from jserve.config import CacheOptions
 from jserve.errors import ConfigError
 from jserve.kv.radix import Node
 from jserve.kv.tiers import digest_of
@@ -215,6 +216,13 @@ def _root(node: Node) -> Node:
     while node.parent is not None:
         node = node.parent
     return node
+
+
+def check_named(options: CacheOptions) -> None:
+    """Raises ConfigError where options of KV events are given without an address to publish at."""
+    for field in ("kv_events_replay", "kv_events_topic"):
+        if getattr(options, field) and not options.kv_events:
+            raise ConfigError(f"{field} needs kv_events", field=field)
 
 
 def port_of(endpoint: str, field: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jserve.config import EngineConfig
-from jserve.engine.kv_events import check_replicas
+from jserve.engine.kv_events import check_named, check_replicas
 from jserve.errors import ConfigError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.roles import parse_roles
@@ -43,12 +43,10 @@ def check(config: EngineConfig) -> None:
     """Raises ConfigError for options that replicas, or they together, cannot honour."""
     options = config.fleet
     cache = config.cache
+    check_named(cache)
     if cache.kv_events:
         most = max(options.replicas, options.max_replicas)
         check_replicas(cache.kv_events, cache.kv_events_replay, most)
-    elif cache.kv_events_replay or cache.kv_events_topic:
-        field = "kv_events_replay" if cache.kv_events_replay else "kv_events_topic"
-        raise ConfigError(f"{field} needs kv_events", field=field)
     if options.max_replicas and options.max_replicas < options.replicas:
         raise ConfigError("max_replicas must not be below replicas", field="max_replicas")
     if options.ray_application and not options.ray_address:
