@@ -12,7 +12,7 @@ when that is over: nobody answers within a millisecond.
 
 * ``k``: drafts per step fixed, 0 to 8 (Medusa: to its 4 heads), batch 1, and beside them k chosen by the
   engine (``auto``) with its share of the best fixed k's speed. k = 0 is the price of being able to. A step of k
-  drafts runs in the program of the next width (``policy.ktable.widths``).
+  drafts runs in the program of the next width (``policy.draft_count.widths``).
 * ``auto``: k chosen by the engine, at concurrency 1, 4, 16 and 64, over all texts in one queue; also the
   slowest request's share of its speed without (of each request the median of all pairs), the tokens of its
   answer and its share until the first of them.

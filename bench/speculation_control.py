@@ -26,7 +26,7 @@ from jserve.sched.scheduler import Scheduler
 from jserve.sim.device import SimClock
 from jserve.speculation.host.lookup import Lookup
 from jserve.speculation.host.ngram import NgramIndex
-from jserve.speculation.policy.ktable import widths
+from jserve.speculation.policy.draft_count import widths
 from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Request, StepPlan, StepResult
 

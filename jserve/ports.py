@@ -84,7 +84,7 @@ class RunnerLimits:
     draft_rows: int = 0
     """Most decode rows of a step in which the device drafts; 0: as many as decode."""
     prefill_width: int = 0
-    """Most tokens of a row beside prefill in a step that drafts, one of ``policy.ktable.widths``; 0: any."""
+    """Most tokens of a row beside prefill in a step that drafts, one of ``policy.draft_count.widths``; 0: any."""
     drafts_from_kv: bool = False
     """True when the drafter reads KV of its own, which holds only what it was shown."""
     drafts_from_text: bool = False

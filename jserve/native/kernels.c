@@ -306,7 +306,7 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
       for (i64 i = 0; i < p->L; i += 4)                                                                                \
         for (i64 n = first; n < min64(n1, first + NEAR); n++) {                                                        \
           float y[4];                                                                                                  \
-          _mm_storeu_ps(y, NAME##_four(x + i * width, p->w + n * p->K, p->K));                                  \
+          _mm_storeu_ps(y, NAME##_four(x + i * width, p->w + n * p->K, p->K));                                         \
           for (i64 j = 0; j < min64(4, p->L - i); j++) at(t, i + j)[n - n0] = y[j];                                    \
         }                                                                                                              \
   }                                                                                                                    \

@@ -5,7 +5,7 @@ Few rungs, because each is a compiled program: decode rows 2, 8, 16, 32 and doub
 the largest, where padding costs most. No rung has fewer than two tokens, since XLA:CPU multiplies
 one row many times slower than two.
 
-Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``policy.ktable.widths``), in steps
+Rows that verify drafts of the host are 4, 8 or 16 tokens wide (``policy.draft_count.widths``), in steps
 without prefill 1, 4, 16, 64 ... of them, as far as there is arithmetic to spare: one row alone has the
 most to gain, and is no single row to multiply; beside prefill only at full width, beside few rows or the
 largest chunk. Any of these takes fewer rows and
@@ -29,7 +29,7 @@ from jserve.model.draft_tree import TreeShape
 from jserve.model.feature import StepFeature
 from jserve.model.features import FEATURES, MASK, SCORE
 from jserve.model.view import Bucket
-from jserve.speculation.policy.ktable import widths
+from jserve.speculation.policy.draft_count import widths
 from jserve.types import StepPlan
 
 FEW_ROWS = 2

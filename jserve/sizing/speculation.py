@@ -32,7 +32,7 @@ from jserve.speculation.drafters.drafter import Drafter
 from jserve.speculation.drafters.load import LoadedDrafter, copying, find_drafter
 from jserve.speculation.host import trees as written
 from jserve.speculation.host.methods import DEVICE, check, shape
-from jserve.speculation.policy.ktable import widths
+from jserve.speculation.policy.draft_count import widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ def test_drafts_change_no_token_and_a_right_one_is_a_token(method):
 
 
 def test_where_drafts_cost_more_than_they_bring_a_load_loses_next_to_nothing():
-    """EAGLE-3 among four on a machine whose wide steps are dear; prompts that were shared out over the steps once made
-    it draft there, at 0.87."""
+    """EAGLE-3 among four on a machine whose wide steps are dear: a control that shares the time of prompts out over the
+    steps drafts there, at 0.87."""
     found = control.cell("old cpu", "eagle3", 4)
     assert found["speedup"] > 0.97
     assert found["below_0.9"] < 0.15

@@ -12,7 +12,7 @@ from jserve.model.features import MASK, SCORE
 from jserve.model.view import Bucket
 from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
 from jserve.runner.sizes import draft_rows
-from jserve.speculation.policy.ktable import widths
+from jserve.speculation.policy.draft_count import widths
 
 
 def ladder(n_drafts: int, rows: int = 32, **options) -> Ladder:

@@ -16,6 +16,7 @@ from jserve.errors import ConfigError
 from jserve.shard_commands import _rank_correlation
 from jserve.sim.roofline import CHIPS
 from jserve.sizing.compare import ShardedCosts, priced, simulation
+from jserve.sizing.explain import explain_sharding
 from jserve.sizing.models import find
 
 MINI, CHIP = "checkpoints/jserve-mini", CHIPS["h200"]
@@ -92,6 +93,30 @@ def test_devices_that_share_a_machine_work_one_after_the_other() -> None:
     for n, step in ((1, one), (4, four)):
         costs = simulation(MINI, f"tp={n}", "cpu", config).device.costs
         assert costs.seconds(8, 0, 1) * 1e3 == pytest.approx(step.step_ms, rel=0.1)
+
+
+def test_groups_of_one_machine_take_turns_too() -> None:
+    one, two = (priced(MINI, spec, "cpu").steps[0] for spec in ("tp=2", "dp=2,tp=2"))
+    chip = CHIPS["cpu"]
+    assert two.step_ms - chip.step_s * 1e3 == pytest.approx(2 * (one.step_ms - chip.step_s * 1e3))
+    apart = [priced(MINI, spec, "h200").steps[0].step_ms for spec in ("tp=2", "dp=2,tp=2")]
+    assert apart[0] == apart[1]
+
+
+def test_collectives_of_branches_that_few_steps_take_are_told_apart_and_not_priced() -> None:
+    """Over a split vocabulary a step that is greedy exchanges the best of each part and no more; truncation and
+    log-probabilities gather the 64 and 20 largest of each."""
+    spec = {"mesh": {"tp": 4}, "logits": "split"}
+    decode = explain_sharding(MINI, spec).programs[0]
+    rare = [c for c in decode.collectives or () if c.rare]
+    assert {c.op for c in rare} == {"all-reduce", "all-gather"}
+    assert {c.op for c in decode.usual} == {"all-reduce"}
+    arch = find(MINI).arch
+    assert sum(c.count for c in decode.usual) == 2 * arch.L + 1 + 3
+    assert priced(MINI, spec, "h200").steps[0].collectives == 2 * arch.L + 1 + 3
+    assert not [
+        c for p in explain_sharding(MINI, "tp=4").programs for c in p.collectives or () if c.rare
+    ]
 
 
 def rows(*pairs: tuple[float, float]) -> list[dict[str, Any]]:

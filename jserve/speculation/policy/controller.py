@@ -13,8 +13,8 @@ Three kinds of drafts, one row each:
   proposer of the host is its *shadow*: it finds the same a step later, so acceptance is known without drafts, and
   it drafts for rows under a guide.
 
-How many drafts a step makes follows from measured times and acceptance (``policy.ktable``). Above ``max_rows`` rows the
-device makes none. What a drafter with KV of its own did not see is backfilled (``policy.draft_kv_backfill``).
+How many drafts a step makes follows from measured times and acceptance (``policy.draft_count``). Above ``max_rows``
+rows the device makes none. What a drafter with KV of its own did not see is backfilled (``policy.draft_kv_backfill``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jserve.config import SpeculativeOptions
 from jserve.ports import Proposer, RunnerLimits
 from jserve.speculation.policy.acceptance import NEVER, SURE, Acceptance, Odds, SequenceAcceptance
 from jserve.speculation.policy.counters import SpeculationCounters
+from jserve.speculation.policy.draft_count import Hysteresis, best_k, widths
 from jserve.speculation.policy.draft_kv_backfill import DraftKVBackfill
-from jserve.speculation.policy.ktable import Hysteresis, best_k, widths
 from jserve.timing.host_gaps import HostGaps
 from jserve.timing.prefill_cap import PrefillCap
 from jserve.timing.step_costs import MeasuredCosts

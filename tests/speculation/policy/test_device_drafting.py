@@ -9,7 +9,7 @@ import pytest
 
 from jserve.ports import RunnerLimits, StepTime
 from jserve.speculation.policy.controller import StepLoad
-from jserve.speculation.policy.ktable import HOLD, PROBE_EVERY
+from jserve.speculation.policy.draft_count import HOLD, PROBE_EVERY
 from tests.sched.sched_drive import VOCAB, Drive, limits, request
 
 ALLOWED = tuple(range(VOCAB - 1))

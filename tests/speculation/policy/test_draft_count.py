@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jserve.speculation.policy.acceptance import NEVER, Odds
-from jserve.speculation.policy.ktable import (
+from jserve.speculation.policy.draft_count import (
     CHEAP,
     HOLD,
     MARGIN,
