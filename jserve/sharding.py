@@ -14,6 +14,7 @@ It owns the format and the checks that need no model. What the rules do to weigh
     params:                     # mode auto only: regular expression of a parameter's path -> an entry per dimension
       layers/.*/down: [null, [x, y]]
     logits: gathered            # or split: sampling over the parts of a split vocabulary, mode manual only
+    residual: whole             # or split: over the tokens, in steps that compute prompts, mode manual only
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from jserve.errors import ConfigError
 from jserve.option_names import hint
 
 FIELD = "sharding"
-KEYS = ("mesh", "mode", "rules", "sums", "logits", "params")
+KEYS = ("mesh", "mode", "rules", "sums", "logits", "residual", "params")
 MODES = ("manual", "auto")
 SUMS = ("float32", "weights")
 LOGITS = ("gathered", "split")
+RESIDUAL = ("whole", "split")
 LOGICAL = ("vocab", "kv_heads", "ffn", "embed", "experts", "ffn_expert")
 """The axes of weights that have a rule."""
 OWN = ("tp", "ep")
@@ -67,6 +69,8 @@ class Sharding:
     """(regular expression of a parameter's path, mesh axes of each dimension); the first match counts."""
     logits: str = "gathered"
     """gathered: whole on every device where tokens are drawn; split: they stay split as ``vocab`` is."""
+    residual: str = "whole"
+    """whole on every device between the products; split: over the tokens of steps that compute prompts."""
 
     @classmethod
     def of(cls, given: Sharding | Mapping[str, Any] | str | Path) -> Sharding:
@@ -94,6 +98,7 @@ class Sharding:
             sums=_one_of("sums", found.get("sums", SUMS[0]), SUMS, mode),
             params=_params(found.get("params") or {}, mode),
             logits=_one_of("logits", found.get("logits", LOGITS[0]), LOGITS, mode),
+            residual=_one_of("residual", found.get("residual", RESIDUAL[0]), RESIDUAL, mode),
         )
         if sharding.mesh:
             sharding.check(dict(sharding.mesh))
@@ -149,6 +154,8 @@ class Sharding:
             }
         if self.logits != LOGITS[0]:
             found["logits"] = self.logits
+        if self.residual != RESIDUAL[0]:
+            found["residual"] = self.residual
         return found
 
     @property
@@ -158,8 +165,8 @@ class Sharding:
     def __str__(self) -> str:
         """One line: the sizes, and the rest as JSON where it says more."""
         sizes = ",".join(f"{axis}={size}" for axis, size in self._sizes)
-        own = (self.mode, self.sums, self.logits) != (MODES[0], SUMS[0], LOGITS[0])
-        if self.rules is None and not own:
+        chosen = (self.mode, self.sums, self.logits, self.residual)
+        if self.rules is None and chosen == (MODES[0], SUMS[0], LOGITS[0], RESIDUAL[0]):
             return sizes
         return json.dumps(self.as_mapping(), separators=(",", ":"))
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, strategies as st
 
 from jserve.errors import ConfigError
-from jserve.sharding import LOGICAL, LOGITS, SUMS, Sharding
+from jserve.sharding import LOGICAL, LOGITS, RESIDUAL, SUMS, Sharding
 
 AXES = ("x", "y", "tensor")
 SPEC = {
@@ -32,6 +32,7 @@ def specs(draw: Any) -> dict[str, Any]:
         "rules": rules,
         "sums": draw(st.sampled_from(SUMS)),
         "logits": draw(st.sampled_from(LOGITS)),
+        "residual": draw(st.sampled_from(RESIDUAL)),
     }
 
 
@@ -47,7 +48,8 @@ def test_every_spec_is_read_as_it_is_or_refused_by_a_key_of_it(spec: dict[str, A
         return
     found = Sharding.of(spec)
     assert dict(found.mesh) == spec["mesh"]
-    assert (found.sums, found.logits) == (spec["sums"], spec["logits"])
+    chosen = {"sums": found.sums, "logits": found.logits, "residual": found.residual}
+    assert chosen == {key: spec[key] for key in chosen}
     lists = {k: [v] if isinstance(v, str) else list(v or ()) for k, v in spec["rules"].items()}
     assert {name: list(axes) for name, axes in found.rules or ()} == lists
     assert Sharding.of(found.as_mapping()) == Sharding.of(str(found)) == found

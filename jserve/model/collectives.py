@@ -3,6 +3,7 @@
 An axis of None means that the dimension is whole on every device, and then no collective is in the
 program. ``Axes`` (``jserve.model.shard``) says which axis that is for each logical dimension::
 
+    tokens  parts of the sums over heads, ffn and routed, and a gather of what the next product reads
     heads   sum of the output projection's partial sums, and of squares for a norm over all heads
     ffn     sum of the down projection's partial sums
     routed  sum over the experts that devices have, and of their down projections' partial sums
@@ -44,6 +45,35 @@ def _in_parts(y: jax.Array, axis: str, n: int, exchanged: Any) -> jax.Array:
     got = lax.all_to_all(parts.reshape(*y.shape[:-1], n, -1), axis, y.ndim - 1, 0)
     own = got.astype(y.dtype).sum(0).astype(exchanged)
     return lax.all_gather(own, axis, axis=y.ndim - 1, tiled=True)[..., :D].astype(y.dtype)
+
+
+def reduce_scatter(y_TD: jax.Array, axis: MeshAxis, exchanged: Any = jnp.float32) -> jax.Array:
+    """float32[ceil(T / n), D]: the rows of ``reduce`` that are this device's, zeros after the last one. It sends half
+    of what ``reduce`` sends."""
+    if axis is None:
+        return y_TD
+    y_TD = _in_equal_parts(y_TD, axis)
+    if jnp.dtype(exchanged).itemsize >= y_TD.dtype.itemsize:
+        return lax.psum_scatter(y_TD, axis, scatter_dimension=0, tiled=True)
+    T, D = y_TD.shape
+    n = lax.axis_size(axis)
+    got_nTD = lax.all_to_all(y_TD.astype(exchanged).reshape(n, T // n, D), axis, 0, 0)
+    return got_nTD.astype(y_TD.dtype).sum(0)
+
+
+def own_rows(x_TD: jax.Array, axis: MeshAxis) -> jax.Array:
+    """[ceil(T / n), D]: this device's rows of what is whole on every device, zeros after the last one."""
+    if axis is None:
+        return x_TD
+    x_TD = _in_equal_parts(x_TD, axis)
+    size = x_TD.shape[0] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x_TD, lax.axis_index(axis) * size, size)
+
+
+def _in_equal_parts(x_TD: jax.Array, axis: MeshAxis) -> jax.Array:
+    """With as many rows of zeros at the end as equal parts need."""
+    spare = -x_TD.shape[0] % lax.axis_size(axis)
+    return jnp.pad(x_TD, [(0, spare), (0, 0)]) if spare else x_TD
 
 
 def maximum(y: jax.Array, axis: MeshAxis) -> jax.Array:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
 from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import AttentionBackend
+from jserve.model.collectives import gather, own_rows, reduce, reduce_scatter
 from jserve.model.moe_places import Placement
 from jserve.model.rope import rope_tables, rotate
-from jserve.model.shard import Axes
+from jserve.model.shard import Axes, MeshAxis
 from jserve.model.view import StepView
 
 Tables = tuple[jax.Array, jax.Array]
@@ -56,7 +59,10 @@ class Ctx:
         axes: Axes,
         places: Placement | None = None,
     ) -> Ctx:
-        """Of a pass over the tokens of ``view``, before its first layer."""
+        """Of a pass over the tokens of ``view``, before its first layer. The residual stream is split as ``axes`` say
+        only where prompts are computed: over few tokens two collectives in place of one cost more than they spare."""
+        if axes.tokens is not None and not view.P:
+            axes = axes.whole_tokens
         return cls(tables=None, view=view, edits={}, arch=arch, attn=attn, axes=axes, places=places)
 
     def with_tables(self) -> Ctx:
@@ -71,7 +77,25 @@ class Ctx:
 
     def edited(self, point: str, x_TD: jax.Array) -> jax.Array:
         """The residual stream at ``point``, changed as it is to be there."""
-        return self.edits[point](x_TD) if point in self.edits else x_TD
+        return self.own(self.edits[point](self.whole(x_TD))) if point in self.edits else x_TD
+
+    def summed(self, y_TD: jax.Array, axis: MeshAxis, weights: Any) -> jax.Array:
+        """The sum over ``axis`` of partial products with ``weights``, of the tokens that the residual stream has here."""
+        kind = self.axes.exchanged(weights)
+        if axis == self.axes.tokens:
+            return reduce_scatter(y_TD, axis, kind)
+        return self.own(reduce(y_TD, axis, kind))
+
+    def own(self, x_TD: jax.Array) -> jax.Array:
+        """The tokens of ``x_TD`` that the residual stream has here."""
+        return own_rows(x_TD, self.axes.tokens)
+
+    def whole(self, x_TD: jax.Array, read_as: Any = jnp.float32) -> jax.Array:
+        """All tokens of what was made of the residual stream, for readers that round it to ``read_as`` first."""
+        if self.axes.tokens is None:
+            return x_TD
+        whole_TD = gather(x_TD.astype(read_as), self.axes.tokens, 0).astype(x_TD.dtype)
+        return whole_TD[: self.view.tok_T.shape[0]]
 
     def of_layer(
         self,

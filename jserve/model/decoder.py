@@ -23,7 +23,15 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.family import Family, Pass
 from jserve.model.hf_values import Config, ConfigReader
-from jserve.model.layers import attend_normed, attention_block, embed, ffn_block, unembed
+from jserve.model.layers import (
+    attend_normed,
+    attention_block,
+    embed,
+    entering,
+    ffn_block,
+    ffn_normed,
+    unembed,
+)
 from jserve.model.moe_places import Placement
 from jserve.model.moe_specs import MoeNames, routed_specs
 from jserve.model.norms import normed
@@ -105,7 +113,7 @@ def counted(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> 
     """``tapped``, and how many tokens each expert of a layer got, where ``ctx`` has a placement of experts."""
     arch = ctx.arch
     x_TD = embedded(arch, params, ctx.view.tok_T, ctx.axes)
-    x_TD = skip_unread(x_TD, ctx.view.pos_T >= 0)
+    x_TD = ctx.own(skip_unread(x_TD, ctx.view.pos_T >= 0))
     ctx = ctx.with_tables()
     if fused.serves(ctx, params, kv, points):
         return Pass(*fused.tapped(ctx, params, kv, x_TD, points), None)
@@ -123,8 +131,8 @@ def counted(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> 
         found[in_layer(i, POST)] = x_TD = ctx.edited(in_layer(i, POST), x_TD)
     found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"])
     tokens = [count_E for count_E in counts if count_E is not None]
-    read = [found[name] for name in points]
-    return Pass(found[NORMALIZED], new_kv, read, jnp.stack(tokens) if tokens else None)
+    x_TD, *read = (ctx.whole(found[name]) for name in (NORMALIZED, *points))
+    return Pass(x_TD, new_kv, read, jnp.stack(tokens) if tokens else None)
 
 
 def _placements(ctx: Ctx) -> list[Placement | None]:
@@ -158,10 +166,10 @@ def decoder_layer(
     they add (``attn_out_norm``, ``mlp_out_norm``), or both."""
     found: dict[str, jax.Array] = {}
     if ctx.spec.parallel:
-        normed_TD = normed(ctx.arch.norm, x_TD, p["attn_norm"])
+        normed_TD = entering(ctx, x_TD, p["attn_norm"], p["qkv"])
         found[ATTN_OUT], kv = attend_normed(ctx, p, normed_TD, kv)
         x_TD = x_TD + found[ATTN_OUT]
-        found[MLP_OUT], count_E = ffn_block(ctx, p, normed_TD)
+        found[MLP_OUT], count_E = ffn_normed(ctx, p, normed_TD)
     else:
         found[ATTN_OUT], kv = attention_block(ctx, p, x_TD, kv)
         found[MID] = x_TD = x_TD + found[ATTN_OUT]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,20 @@ Params = Mapping[str, jax.Array]
 
 def attention_block(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
     """(what the layer's attention adds to the residual stream, this layer's new KV)."""
-    x_TD = normed(ctx.arch.norm, x_TD, p.get("attn_norm"))
+    x_TD = entering(ctx, x_TD, p.get("attn_norm"), p.get("qkv"))
     y_TD, kv = attend_normed(ctx, p, x_TD, kv)
     return _added(ctx, y_TD, p.get("attn_out_norm")), kv
+
+
+def entering(ctx: Ctx, x_TD: jax.Array, norm: jax.Array | None, weights: Any) -> jax.Array:
+    """float32[T, D]: the residual stream as a sublayer reads it, normed, all of its tokens.
+
+    Args:
+        weights: the only ones that it is multiplied by, if that is in their type; else None, or ``QTensor``s.
+    """
+    alone = isinstance(weights, jax.Array) and not isinstance(ctx.spec.ffn, Moe)
+    x_TD = normed(ctx.arch.norm, x_TD, norm)
+    return ctx.whole(x_TD, weights.dtype if alone else jnp.float32)
 
 
 def _added(ctx: Ctx, y_TD: jax.Array, out_norm: jax.Array | None) -> jax.Array:
@@ -69,9 +81,8 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         o_dtype=p["o"].dtype if scale_K2 is None else jnp.float32,
     )
     o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
-    y_TD = reduce(
-        dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"]), ctx.axes.heads, ctx.axes.exchanged(p["o"])
-    )
+    y_TD = dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"])
+    y_TD = ctx.summed(y_TD, ctx.axes.heads, p["o"])
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
@@ -127,17 +138,19 @@ def _width_norm(ctx: Ctx, x_TNH: jax.Array, weight: jax.Array) -> jax.Array:
 def ffn_block(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Computes what the layer's MLP, or its experts, add to the residual stream, and the tokens int32[E] of each
     expert where they are counted."""
-    x_TD, count_E = normed(ctx.arch.norm, x_TD, p.get("mlp_norm")), None
-    if isinstance(ctx.spec.ffn, Moe):
-        y_TD, count_E = mixture(ctx, p, x_TD)
-    else:
-        y_TD = _mlp(ctx, p, x_TD)
+    y_TD, count_E = ffn_normed(ctx, p, entering(ctx, x_TD, p.get("mlp_norm"), p.get("gate_up")))
     return _added(ctx, y_TD, p.get("mlp_out_norm")), count_E
 
 
+def ffn_normed(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """``ffn_block`` of what is normed already, before the norm of its output."""
+    if isinstance(ctx.spec.ffn, Moe):
+        return mixture(ctx, p, x_TD)
+    return _mlp(ctx, p, x_TD), None
+
+
 def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
-    y_TD = dot(gated(ctx, p, x_TD), p["down"])
-    y_TD = reduce(y_TD, ctx.axes.ffn, ctx.axes.exchanged(p["down"]))
+    y_TD = ctx.summed(dot(gated(ctx, p, x_TD), p["down"]), ctx.axes.ffn, p["down"])
     return y_TD + p["down_bias"] if "down_bias" in p else y_TD
 
 

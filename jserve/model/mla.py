@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jserve.model import latent_pool
 from jserve.model.arch import Attention, Latent
 from jserve.model.attention import LatentArgs, LayerKV
-from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.norms import rms_norm
@@ -49,9 +48,7 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         scale=spec.scale,
     )
     o_TNV = ctx.attn.attend_latent(args, kv[0], ctx.view)
-    y_TD = reduce(
-        dot(o_TNV.reshape(o_TNV.shape[0], -1), p["o"]), ctx.axes.heads, ctx.axes.exchanged(p["o"])
-    )
+    y_TD = ctx.summed(dot(o_TNV.reshape(o_TNV.shape[0], -1), p["o"]), ctx.axes.heads, p["o"])
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 

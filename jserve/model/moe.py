@@ -31,7 +31,6 @@ from jax import lax
 from jserve.model import native
 from jserve.model.arch import Moe, Router
 from jserve.model.attention import ExpertKernel
-from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.dot import activated, dot, gate_up
 from jserve.model.moe_places import slots_of, tokens_of_each
@@ -58,16 +57,16 @@ def mixture(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array 
     slot_TX = slots_of(expert_TX, pos_T, moe.E, slots, ctx.axes.experts, ctx.places)
     held = replace(moe, E=slots)
     y_TD = routed(held, p, x_TD, slot_TX, weight_TX, ctx.attn.experts)
-    kind = ctx.axes.exchanged(p["expert_down"])
+    down = p["expert_down"]
     if moe.shared is None:
-        y_TD = reduce(y_TD, ctx.axes.routed, kind)
+        y_TD = ctx.summed(y_TD, ctx.axes.routed, down)
     elif ctx.axes.ffn == ctx.axes.routed:
-        y_TD = reduce(y_TD + _shared(moe, p, x_TD), ctx.axes.ffn, kind)
+        y_TD = ctx.summed(y_TD + _shared(moe, p, x_TD), ctx.axes.ffn, down)
     else:
-        shared_TD = reduce(_shared(moe, p, x_TD), ctx.axes.ffn, kind)
-        y_TD = reduce(y_TD, ctx.axes.routed, kind) + shared_TD
+        shared_TD = ctx.summed(_shared(moe, p, x_TD), ctx.axes.ffn, down)
+        y_TD = ctx.summed(y_TD, ctx.axes.routed, down) + shared_TD
     if moe.expert_bias:
-        y_TD = y_TD + _down_bias(moe, p, expert_TX, weight_TX)
+        y_TD = y_TD + ctx.own(_down_bias(moe, p, expert_TX, weight_TX))
     return y_TD, None if ctx.places is None else tokens_of_each(expert_TX, moe.E)
 
 

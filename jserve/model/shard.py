@@ -161,6 +161,8 @@ class ShardRules:
     the first match counts."""
     logits: str = "gathered"
     """gathered: whole on every device; split: they lie as ``vocab`` does, and sampling is over the parts."""
+    residual: str = "whole"
+    """As ``Sharding.residual``."""
 
     @classmethod
     def of_sharding(
@@ -186,6 +188,7 @@ class ShardRules:
             params=paths,
             sums=sharding.sums,
             logits=sharding.logits,
+            residual=sharding.residual,
         )
 
     @classmethod
@@ -216,7 +219,8 @@ class ShardRules:
     def in_width(self) -> ShardRules:
         """The same for another model, each of whose experts is split over all devices, as an MLP is."""
         extra = {k: v for k, v in self.extra.items() if k not in _FOLLOWS}
-        return replace(self, extra=extra, redundant_experts=0, params=(), logits="gathered")
+        whole = replace(self, logits="gathered", residual="whole")
+        return replace(whole, extra=extra, redundant_experts=0, params=())
 
     def partition(self, axes: tuple[str | OnMesh | None, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.axis(a) for a in axes))
@@ -266,6 +270,7 @@ class ShardRules:
         paths = [f"{path}:{axes}" for path, axes in self.params]
         others = ["auto"] * self.auto + [f"sums:{self.sums}"] * (self.sums != "float32")
         others += [f"logits:{self.logits}"] * (self.logits != "gathered")
+        others += [f"residual:{self.residual}"] * (self.residual != "whole")
         return " ".join([mesh, *rules, *paths, *others])
 
     def names(self) -> tuple[str, ...]:
@@ -292,8 +297,8 @@ def rule(name: str | OnMesh, table: str = "rules") -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The mesh axis that each logical dimension of a decoder is split over inside shard_map. None:
-    whole on every device, so that a block over it needs no collective. Layers and the residual stream have
-    no field here: a rule that splits them is refused."""
+    whole on every device, so that a block over it needs no collective. Layers and the width of the residual stream
+    have no field here: a rule that splits them is refused."""
 
     heads: MeshAxis = None
     """Query heads and kv heads; those of one kv head lie together."""
@@ -306,11 +311,18 @@ class Axes:
     """As ``Sharding.sums``."""
     split_logits: bool = False
     """Logits of a split vocabulary stay where they are."""
+    tokens: MeshAxis = None
+    """Of the residual stream, in steps that compute prompts (``Ctx.of``)."""
 
     @property
     def gathered(self) -> Axes:
         """The same for logits that are whole on every device."""
         return replace(self, split_logits=False)
+
+    @property
+    def whole_tokens(self) -> Axes:
+        """The same for a residual stream that is whole on every device."""
+        return replace(self, tokens=None)
 
     def exchanged(self, weights: Any) -> Any:
         """The type of partial sums between devices, of a product with ``weights``."""
@@ -344,6 +356,12 @@ class Axes:
         if axes.split_logits and axes.vocab is None:
             field = "sharding.logits"
             raise ConfigError(f"{field}: split needs a rule that splits vocab", field=field)
+        if rules.residual == "split":
+            axes = replace(axes, tokens=axes.heads or axes.ffn)
+            if axes.tokens is None:
+                field = "sharding.residual"
+                why = "split needs a rule that splits kv_heads or ffn"
+                raise ConfigError(f"{field}: {why}", field=field)
         if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
             why = f"axis {axes.experts!r} splits the width of an expert already"
             raise ConfigError(f"{rule('experts')}: {why}", field=rule("experts"))

@@ -272,7 +272,10 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             field="attention_sinks",
         )
     check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
-    Axes.of(model.rules, model.mesh.shape)  # refuses what no step of this mode can honour
+    axes = Axes.of(model.rules, model.mesh.shape)  # refuses what no step of this mode can honour
+    if axes.tokens is not None and model.family.tapped is None:
+        why = f"the family {model.family.name} computes the residual stream itself, whole"
+        raise ConfigError(f"sharding.residual: {why}", field="sharding.residual")
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)

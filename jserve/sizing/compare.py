@@ -27,8 +27,8 @@ from jserve.sizing.models import find
 
 FEW, MANY = 0, 1
 """Numbers of the two programs that ``explain_sharding`` shows."""
-SENT = {"all-reduce": 2.0, "all-gather": 1.0, "all-to-all": 1.0, "reduce-scatter": 1.0}
-"""Bytes that a device sends of a collective's result, times (n - 1) / n."""
+SENT = {"all-reduce": 2.0, "all-gather": 1.0, "all-to-all": 1.0}
+"""Bytes that a device sends of a collective's result, times (n - 1) / n. Of a reduce-scatter's, one of n parts, n."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,5 +219,6 @@ def _link_s(collective: Collective, sizes: Mapping[str, int], chip: Chip) -> flo
     if not chip.link_bytes_per_s:
         return 0.0
     n = math.prod(sizes[axis] for axis in collective.axes or sizes)
-    sent = SENT.get(collective.op, 1.0) * collective.n_bytes * (n - 1) / n
+    times = n if collective.op == "reduce-scatter" else SENT.get(collective.op, 1.0)
+    sent = times * collective.n_bytes * (n - 1) / n
     return collective.count * chip.link_s + sent / chip.link_bytes_per_s

@@ -35,6 +35,7 @@ PRIMITIVES = {
     "pmin": "all-reduce",
     "all_gather": "all-gather",
     "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
 }
 """The primitives of ``model.collectives`` -> what XLA calls them."""
 _KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "pred": "bool"}

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jserve import explain_sharding
-from jserve.model.collectives import FEW, reduce
+from jserve.model.collectives import FEW, gather, reduce, reduce_scatter
 from jserve.model.families import family_for
 from jserve.model.hand import Row
 from jserve.model.shard import ShardRules, make_mesh, mesh_of
@@ -61,6 +61,25 @@ def test_over_several_axes_of_a_mesh() -> None:
     got = summed(parts, mesh, ("x", "y"), jnp.bfloat16)
     want = parts.astype(BF16).astype(np.float32).sum(0)
     np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [("x",), ("x", "y"), ("y", "x")], ids=str)
+def test_parts_of_sums_are_gathered_in_their_order(axes: tuple[str, ...]) -> None:
+    """Over several axes of a mesh too, and in a narrower type: each part is rounded once, and added in float32."""
+    mesh = mesh_of(Sharding.of({"mesh": {"x": 2, "y": 2}, "rules": {"ffn": ["x", "y"]}}))
+    axis = axes[0] if len(axes) == 1 else axes
+    n = 2 ** len(axes)
+    parts = np.random.default_rng(0).standard_normal((n, 7, 3)).astype(np.float32)
+    for dtype, rounded in ((jnp.float32, parts), (jnp.bfloat16, parts.astype(BF16))):
+        both = jax.shard_map(
+            lambda x, dtype=dtype: gather(reduce_scatter(x[0], axis, dtype), axis, 0)[:7],
+            mesh=mesh,
+            in_specs=PartitionSpec(axis),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        want = rounded.astype(np.float32).sum(0)
+        np.testing.assert_allclose(jax.jit(both)(parts), want, rtol=1e-6, atol=1e-6)
 
 
 def exchanged(tp: int, dtype: str, sums: str) -> list[tuple[str, str, tuple[int, ...], int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,8 +21,6 @@ CASES = (
     *("gpt-oss", "llama4", "deepseek-v2", "deepseek-v3"),
 )
 BUCKET = Bucket(D=2, P=40, F=1)
-
-
 QUICK = ("gemma3", "phi3-longrope", "cohere2", "glm4", "qwen2-moe", "llama4", "deepseek-v3")
 
 
@@ -37,6 +36,16 @@ def test_devices_agree(case: str) -> None:
         assert np.abs(logits(tp) - one).max() < 1e-5 * np.ptp(one), f"{tp} devices"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [c if c in ("gpt-oss", "cohere2") else pytest.param(c, marks=pytest.mark.slow) for c in CASES],
+)
+def test_a_residual_stream_split_over_tokens_agrees(case: str) -> None:
+    logits = of_case(case)
+    one, split = logits(1), logits(4, residual="split")
+    assert np.abs(split - one).max() < 1e-5 * np.ptp(one)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[CASES.index("mixtral") :])
 def test_devices_with_different_experts_agree(case: str) -> None:
@@ -45,6 +54,7 @@ def test_devices_with_different_experts_agree(case: str) -> None:
     one = logits(1)
     for ep, tp in ((2, 1), (4, 1), (2, 2)):
         assert np.abs(logits(tp, ep) - one).max() < 1e-5 * np.ptp(one), f"{ep} groups of {tp}"
+    assert np.abs(logits(2, 2, residual="split") - one).max() < 1e-5 * np.ptp(one)
 
 
 def of_case(case: str) -> Callable[..., np.ndarray]:
@@ -57,10 +67,10 @@ def of_case(case: str) -> Callable[..., np.ndarray]:
     arch, get = family.arch(config), hf.weights(model)
     prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
 
-    def logits(tp: int, ep: int = 1) -> np.ndarray:
+    def logits(tp: int, ep: int = 1, residual: str = "whole") -> np.ndarray:
         mesh = make_mesh(tp, ep=ep)
         spare = -n_routed(arch)[1] % ep if ep > 1 else 0
-        rules = ShardRules.of_mesh(mesh.shape, spare)
+        rules = replace(ShardRules.of_mesh(mesh.shape, spare), residual=residual)
         driver = Driver(family, arch, get, attn="ref", mesh=mesh, rules=rules)
         return driver.step(BUCKET, prefill=[Row(list(range(1, 17)), 0, prompt)])[2:41]
 

@@ -13,7 +13,7 @@ import pytest
 from jserve import explain_sharding
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model import layers
+from jserve.model import collectives, ctx, layers
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.features import MASK, SCORE
 from jserve.model.shard import ShardRules, mesh_of, padded, shardings
@@ -38,6 +38,13 @@ SPECS: dict[str, dict[str, Any]] = {
     "2D": {"mesh": XY, "rules": {**ALL, "kv_heads": "y", "vocab": "x"}},
     "2D, split logits": {"mesh": XY, "rules": {**ALL, "vocab": ["y", "x"]}, "logits": "split"},
     "vocabulary alone": {"mesh": {"x": 8}, "rules": {"vocab": "x"}, "logits": "split"},
+    "split residual": {"mesh": {"tp": 4}, "residual": "split"},
+    "split residual, heads on one axis": {
+        "mesh": XY,
+        "rules": {**ALL, "kv_heads": "y", "vocab": None},
+        "residual": "split",
+    },
+    "all that is split": {"mesh": XY, "rules": ALL, "logits": "split", "residual": "split"},
     "auto, heads": {"mesh": XY, "mode": "auto", "rules": ALL},
     "auto, 2D": {"mesh": XY, "mode": "auto", "rules": {"kv_heads": "y", "ffn": "y", "embed": "x"}},
     "auto, by path": {
@@ -47,7 +54,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "params": {"layers/.*/down": [None, ["x", "y"]]},
     },
 }
-QUICK = ("2D, split logits",)
+QUICK = ("2D, split logits", "split residual")
 
 
 def runner(spec: dict[str, Any], buckets: tuple[Bucket, ...] = SMALL[1:], **options: Any) -> Any:
@@ -103,13 +110,34 @@ def scores(one: ModelRunner) -> list[np.ndarray]:
     ]
 
 
-BUGS: dict[str, tuple[str, Any]] = {
-    "partial sum added twice": ("reduce", lambda y, a, d: 2 * jax.lax.psum(y, a)),
-    "sum over one axis of two": ("reduce", lambda y, a, d: jax.lax.psum(y, a[0])),
-    "no sum": ("reduce", lambda y, a, d: y),
+TWO, SPLIT = "2D, split logits", "split residual"
+BUGS: dict[str, tuple[str, Any, str, Any]] = {
+    "partial sum added twice": (TWO, ctx, "reduce", lambda y, a, d: 2 * jax.lax.psum(y, a)),
+    "sum over one axis of two": (TWO, ctx, "reduce", lambda y, a, d: jax.lax.psum(y, a[0])),
+    "no sum": (TWO, ctx, "reduce", lambda y, a, d: y),
     "shards of the vocabulary in another order": (
+        TWO,
+        layers,
         "shard_index",
         lambda a: jax.lax.axis_index(tuple(reversed(a))),
+    ),
+    "tokens of another device": (
+        SPLIT,
+        ctx,
+        "own_rows",
+        lambda x, a: jax.numpy.roll(collectives.own_rows(x, a), 1, axis=0),
+    ),
+    "partial results of one device": (
+        SPLIT,
+        ctx,
+        "reduce_scatter",
+        lambda y, a, d: collectives.own_rows(y, a),
+    ),
+    "tokens in another order": (
+        SPLIT,
+        ctx,
+        "gather",
+        lambda x, a, d: jax.numpy.flip(collectives.gather(x, a, d), 0),
     ),
 }
 
@@ -117,10 +145,9 @@ BUGS: dict[str, tuple[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_seen(name: str, monkeypatch: Any) -> None:
-    what, broken = BUGS[name]
-    monkeypatch.setattr(layers, what, broken)
-    spec = SPECS["2D, split logits"]
-    assert as_tuples(Rig(runner(spec, SMALL[1:]), seed=3).run(mixed_jobs(1))) != alone(1)
+    spec, module, what, broken = BUGS[name]
+    monkeypatch.setattr(module, what, broken)
+    assert as_tuples(Rig(runner(SPECS[spec]), seed=3).run(mixed_jobs(1))) != alone(1)
 
 
 @pytest.mark.slow
@@ -141,13 +168,29 @@ def test_split_logits_are_gathered_nowhere() -> None:
             assert c.shape[-1] <= 4096, "neither a row of 128256 logits nor a part of one"
 
 
+def test_a_split_residual_stream_is_summed_in_parts_where_prompts_are_computed() -> None:
+    """Norms and additions see a part of the tokens; what a product reads goes out in the type of its weights."""
+    spec = {"mesh": {"tp": 8}, "residual": "split"}
+    decode, prefill = explain_sharding("llama-3.1-8b", spec, dtype="bfloat16").programs
+    assert {c.op for c in decode.usual} == {"all-reduce", "all-gather"}
+    T, L = prefill.prefill_tokens + prefill.decode_rows, 32
+    found = [(c.op, c.dtype, c.shape, c.count) for c in prefill.usual if c.shape[-1] == 4096]
+    want = [
+        ("reduce-scatter", "float32", (-(-T // 8), 4096), 2 * L),
+        ("all-gather", "bfloat16", (-(-T // 8) * 8, 4096), 2 * L),
+        ("all-reduce", "float32", (T, 4096), 1),
+        ("all-gather", "float32", (-(-T // 8) * 8, 4096), 1),
+    ]
+    assert sorted(found) == sorted(want)
+
+
 def test_layouts_whose_sums_differ_have_other_names() -> None:
     """Pages on disk, step times and compiled programs are kept under these."""
     names = []
-    for more in ({}, {"sums": "weights"}, {"logits": "split"}):
+    for more in ({}, {"sums": "weights"}, {"logits": "split"}, {"residual": "split"}):
         rules = ShardRules.of_sharding(Sharding.of({"mesh": {"tp": 4}, **more}), {"tp": 4})
         names.append(rules.described({"tp": 4}))
-    assert len(set(names)) == 3
+    assert len(set(names)) == 4
 
 
 @pytest.mark.parametrize(
@@ -157,6 +200,9 @@ def test_layouts_whose_sums_differ_have_other_names() -> None:
         ({"mesh": {"tp": 2}, "sums": "int8"}, "sharding.sums"),
         ({**SPECS["auto, heads"], "logits": "split"}, "sharding.logits"),
         ({**SPECS["auto, heads"], "sums": "weights"}, "sharding.sums"),
+        ({**SPECS["auto, heads"], "residual": "split"}, "sharding.residual"),
+        ({"mesh": {"tp": 2}, "residual": "tokens"}, "sharding.residual"),
+        ({"mesh": {"x": 2}, "rules": {"vocab": "x"}, "residual": "split"}, "sharding.residual"),
         ({"mesh": {"x": 2}, "rules": {"ffn": "x"}, "logits": "split"}, "sharding.logits"),
         ({"mesh": {"x": 2}, "rules": {"tokens": "x"}}, "sharding.rules.tokens"),
     ],
