@@ -232,6 +232,8 @@ _BACKENDS: dict[str, str] = {
     "hopper_fused": "jserve.model.attn_hopper_fused:hopper_fused",
 }
 
+KERNELS = ("native", "hopper", "hopper_fused")
+"""Those whose reads and writes of KV are kernels, for the heads of one device."""
 
 HOPPER = "9.0"
 """Compute capability of the devices that the kernels are written for."""

@@ -4,6 +4,7 @@ An axis of None means that the dimension is whole on every device, and then no c
 program. ``Axes`` (``jserve.model.shard``) says which axis that is for each logical dimension::
 
     tokens  parts of the sums over heads, ffn and routed, and a gather of what the next product reads
+    embed   sum of the partial sums of every product that reads the residual stream, and of squares for its norms
     heads   sum of the output projection's partial sums, and of squares for a norm over all heads
     ffn     sum of the down projection's partial sums
     routed  sum over the experts that devices have, and of their down projections' partial sums
@@ -68,6 +69,14 @@ def own_rows(x_TD: jax.Array, axis: MeshAxis) -> jax.Array:
     x_TD = _in_equal_parts(x_TD, axis)
     size = x_TD.shape[0] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(x_TD, lax.axis_index(axis) * size, size)
+
+
+def own_columns(x_TD: jax.Array, axis: MeshAxis) -> jax.Array:
+    """This device's columns of what is whole on every device: [T, D / n]."""
+    if axis is None:
+        return x_TD
+    size = x_TD.shape[1] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x_TD, lax.axis_index(axis) * size, size, axis=1)
 
 
 def _in_equal_parts(x_TD: jax.Array, axis: MeshAxis) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.tree_util import register_dataclass
 
 from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import AttentionBackend
-from jserve.model.collectives import gather, own_rows, reduce, reduce_scatter
+from jserve.model.collectives import gather, own_columns, own_rows, reduce, reduce_scatter
 from jserve.model.moe_places import Placement
 from jserve.model.rope import rope_tables, rotate
 from jserve.model.shard import Axes, MeshAxis
@@ -80,17 +80,29 @@ class Ctx:
         return self.own(self.edits[point](self.whole(x_TD))) if point in self.edits else x_TD
 
     def summed(self, y_TD: jax.Array, axis: MeshAxis, weights: Any) -> jax.Array:
-        """The sum over ``axis`` of partial products with ``weights``, of the tokens that the residual stream has here."""
+        """The sum over ``axis`` of partial products with ``weights``, of the residual stream's own tokens."""
         kind = self.axes.exchanged(weights)
         if axis == self.axes.tokens:
             return reduce_scatter(y_TD, axis, kind)
-        return self.own(reduce(y_TD, axis, kind))
+        return self.own_tokens(reduce(y_TD, axis, kind))
+
+    def over_width(self, y_TN: jax.Array, weights: Any) -> jax.Array:
+        """The whole of a product of the residual stream with ``weights``."""
+        return reduce(y_TN, self.axes.embed, self.axes.exchanged(weights))
 
     def own(self, x_TD: jax.Array) -> jax.Array:
+        """The part of ``x_TD`` that the residual stream has here."""
+        return own_columns(self.own_tokens(x_TD), self.axes.embed)
+
+    def own_tokens(self, x_TD: jax.Array) -> jax.Array:
         """The tokens of ``x_TD`` that the residual stream has here."""
         return own_rows(x_TD, self.axes.tokens)
 
-    def whole(self, x_TD: jax.Array, read_as: Any = jnp.float32) -> jax.Array:
+    def whole(self, x_TD: jax.Array) -> jax.Array:
+        """The residual stream, or what was made of it, as others than layers see it."""
+        return gather(self.all_tokens(x_TD), self.axes.embed, 1)
+
+    def all_tokens(self, x_TD: jax.Array, read_as: Any = jnp.float32) -> jax.Array:
         """All tokens of what was made of the residual stream, for readers that round it to ``read_as`` first."""
         if self.axes.tokens is None:
             return x_TD

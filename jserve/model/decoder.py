@@ -129,7 +129,7 @@ def counted(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> 
             counts.append(count_E)
         found |= {in_layer(i, name): value_TD for name, value_TD in seen.items()}
         found[in_layer(i, POST)] = x_TD = ctx.edited(in_layer(i, POST), x_TD)
-    found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"])
+    found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"], ctx.axes.embed)
     tokens = [count_E for count_E in counts if count_E is not None]
     x_TD, *read = (ctx.whole(found[name]) for name in (NORMALIZED, *points))
     return Pass(x_TD, new_kv, read, jnp.stack(tokens) if tokens else None)
@@ -195,7 +195,7 @@ def specs(arch: Arch, tp: int, names: TensorNames = TensorNames()) -> dict[str, 
     tree: dict[str, Any] = {
         "embed": matrix(names.embed, (V, D), ("vocab", "embed")),
         "layers": [_layer_specs(arch, i, heads_over(arch.K, tp), names) for i in range(arch.L)],
-        "final_norm": norm(names.final_norm, D, arch.norm),
+        "final_norm": norm(names.final_norm, D, arch.norm, "embed"),
     }
     if not arch.tied:
         tree["unembed"] = matrix(names.unembed, (V, D), ("vocab", "embed"))
@@ -231,7 +231,7 @@ def _layer_specs(arch: Arch, i: int, K: int, names: TensorNames) -> dict[str, Pa
     D, at, spec = arch.D, f"{names.layers}.{i}", arch.layers[i]
     attn = f"{at}.{names.attn}"
     layer = {
-        place: norm(f"{at}.{name}", D, arch.norm)
+        place: norm(f"{at}.{name}", D, arch.norm, "embed")
         for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
         if (name := getattr(names, place))
     }
@@ -364,11 +364,11 @@ def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None
     return ParamSpec(shape=shape, axes=axes, parts=(part,))
 
 
-def norm(name: str, size: int, kind: Norm = Norm()) -> ParamSpec:  # noqa: B008
-    """[size]: the scales of a norm, whole on every device; dummy ones make it 1."""
+def norm(name: str, size: int, kind: Norm = Norm(), axis: str | None = None) -> ParamSpec:  # noqa: B008
+    """[size]: the scales of a norm over logical axis ``axis``; dummy ones make it 1."""
     part = Part(name=f"{name}.weight", shape=(size,), view=(size,))
     mean = 0.0 if kind.plus_one else 1.0
-    return ParamSpec(shape=(size,), axes=(None,), parts=(part,), init=0.0, init_mean=mean)
+    return ParamSpec(shape=(size,), axes=(axis,), parts=(part,), init=0.0, init_mean=mean)
 
 
 def width_norm(name: str, heads: Attention, K: int, n: int) -> ParamSpec:
@@ -397,6 +397,6 @@ def per_head(name: str, N: int, K: int) -> ParamSpec:
 
 
 def bias(name: str, size: int) -> ParamSpec:
-    """[size]: ``name.bias``, whole on every device."""
+    """[size]: ``name.bias`` of the residual stream."""
     part = Part(name=f"{name}.bias", shape=(size,), view=(size,))
-    return ParamSpec(shape=(size,), axes=(None,), parts=(part,))
+    return ParamSpec(shape=(size,), axes=("embed",), parts=(part,))

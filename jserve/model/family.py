@@ -8,10 +8,33 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jserve.model.arch import Arch
+from jserve.errors import ConfigError
+from jserve.model.arch import Arch, Mlp
 from jserve.model.attention import LayerKV
 from jserve.model.ctx import Ctx
 from jserve.model.shard import Axes
+
+
+def check_layout(family: Family, arch: Arch, axes: Axes) -> None:
+    """Refuse a residual stream that is split where the family's pass has it whole.
+
+    Raises:
+        ConfigError: ``field`` is the key of the sharding.
+    """
+    dense = all(isinstance(x.ffn, Mlp) and x.attn.latent is None for x in arch.layers)
+    own = f"the family {family.name} computes the residual stream itself, whole"
+    for field, axis, why in (
+        ("sharding.residual", axes.tokens, own if family.tapped is None else ""),
+        ("sharding.rules.embed", axes.embed, own if family.tapped is None else ""),
+        ("sharding.rules.embed", axes.embed, "" if dense else "experts and latents read it whole"),
+        (
+            "sharding.rules.embed",
+            axes.embed,
+            "quantised weights read it whole" if family.wide else "",
+        ),
+    ):
+        if axis is not None and why:
+            raise ConfigError(f"{field}: {why}", field=field)
 
 
 class Pass(NamedTuple):

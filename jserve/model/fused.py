@@ -42,7 +42,7 @@ def serves(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> b
     """True if this step's layers are of the kind that the backend has kernels for, and nothing is read inside of
     them."""
     arch, view, kernels = ctx.arch, ctx.view, ctx.attn.decode
-    alone = view.P == 0 and view.J == 1 and not arch.sinks
+    alone = view.P == 0 and view.J == 1 and not arch.sinks and ctx.axes.embed is None
     alone = alone and not ctx.edits and not any(inside(points, i) for i in range(arch.L))
     if kernels is None or not (alone and plain(arch, params["layers"])):
         return False

@@ -23,9 +23,9 @@ from jax import lax
 from jserve.model import mla
 from jserve.model.arch import Moe
 from jserve.model.attention import AttendArgs, LayerKV
-from jserve.model.collectives import gather, n_shards, reduce, shard_index
+from jserve.model.collectives import gather, n_shards, own_columns, reduce, shard_index
 from jserve.model.ctx import Ctx
-from jserve.model.dot import dot, gate_up
+from jserve.model.dot import activated, dot, gate_up
 from jserve.model.kv_bytes import rotated
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.moe import mixture
@@ -50,13 +50,14 @@ def entering(ctx: Ctx, x_TD: jax.Array, norm: jax.Array | None, weights: Any) ->
         weights: the only ones that it is multiplied by, if that is in their type; else None, or ``QTensor``s.
     """
     alone = isinstance(weights, jax.Array) and not isinstance(ctx.spec.ffn, Moe)
-    x_TD = normed(ctx.arch.norm, x_TD, norm)
-    return ctx.whole(x_TD, weights.dtype if alone else jnp.float32)
+    x_TD = normed(ctx.arch.norm, x_TD, norm, ctx.axes.embed)
+    return ctx.all_tokens(x_TD, weights.dtype if alone else jnp.float32)
 
 
 def _added(ctx: Ctx, y_TD: jax.Array, out_norm: jax.Array | None) -> jax.Array:
     """Computes what a sublayer's output adds to the residual stream."""
-    y_TD, scale = normed(ctx.arch.norm, y_TD, out_norm), ctx.spec.residual_scale
+    y_TD = normed(ctx.arch.norm, y_TD, out_norm, ctx.axes.embed)
+    scale = ctx.spec.residual_scale
     return y_TD if scale == 1.0 else y_TD * scale
 
 
@@ -89,7 +90,7 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
 def _qkv(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of the tokens, not yet turned to their positions."""
     K, group, H, _ = p["qkv"].shape
-    y_TKGH = dot(x_TD, p["qkv"]).reshape(-1, K, group, H)
+    y_TKGH = ctx.over_width(dot(x_TD, p["qkv"]), p["qkv"]).reshape(-1, K, group, H)
     if "qkv_bias" in p:
         y_TKGH = y_TKGH + p["qkv_bias"]
     q_TNH = y_TKGH[:, :, :-2].reshape(-1, K * (group - 2), H)
@@ -156,12 +157,22 @@ def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
 
 def gated(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     """float32[T, F]: what a gated MLP makes of what is normed already, before its last product."""
-    return gate_up(x_TD, p["gate_up"], p.get("gate_up_bias"), ctx.spec.ffn.activation)
+    weights, bias, activation = p["gate_up"], p.get("gate_up_bias"), ctx.spec.ffn.activation
+    if ctx.axes.embed is None:
+        return gate_up(x_TD, weights, bias, activation)
+    y_T2F = ctx.over_width(dot(x_TD, weights), weights).reshape(x_TD.shape[0], 2, -1)
+    y_T2F = y_T2F if bias is None else y_T2F + bias
+    return activated(activation, y_T2F[:, 0], y_T2F[:, 1])
 
 
 def embed(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
     """float32[T, D] of int32[T]; where the vocabulary is split, each shard holds a contiguous range
     of it."""
+    return gather(_own_embedded(table_VD, tok_T, axes), axes.embed, 1)
+
+
+def _own_embedded(table_VD: jax.Array, tok_T: jax.Array, axes: Axes) -> jax.Array:
+    """The columns that the table of this device has."""
     if axes.vocab is None:
         return _rows(table_VD, tok_T)
     V = table_VD.shape[0]
@@ -184,7 +195,7 @@ def unembed(table_VD: jax.Array, x_ED: jax.Array, axes: Axes, V: int) -> jax.Arr
     Columns from V on, of rows that only make the shards equal (``shard.padded``), end here: what reads
     logits knows V tokens.
     """
-    y_EV = dot(x_ED, table_VD)
+    y_EV = reduce(dot(own_columns(x_ED, axes.embed), table_VD), axes.embed)
     if axes.split_logits:
         return y_EV
     y_EV = gather(y_EV, axes.vocab, 1)

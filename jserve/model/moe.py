@@ -66,7 +66,7 @@ def mixture(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array 
         shared_TD = ctx.summed(_shared(moe, p, x_TD), ctx.axes.ffn, down)
         y_TD = ctx.summed(y_TD, ctx.axes.routed, down) + shared_TD
     if moe.expert_bias:
-        y_TD = y_TD + ctx.own(_down_bias(moe, p, expert_TX, weight_TX))
+        y_TD = y_TD + ctx.own_tokens(_down_bias(moe, p, expert_TX, weight_TX))
     return y_TD, None if ctx.places is None else tokens_of_each(expert_TX, moe.E)
 
 

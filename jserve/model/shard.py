@@ -219,7 +219,7 @@ class ShardRules:
     def in_width(self) -> ShardRules:
         """The same for another model, each of whose experts is split over all devices, as an MLP is."""
         extra = {k: v for k, v in self.extra.items() if k not in _FOLLOWS}
-        whole = replace(self, logits="gathered", residual="whole")
+        whole = replace(self, embed=None, logits="gathered", residual="whole")
         return replace(whole, extra=extra, redundant_experts=0, params=())
 
     def partition(self, axes: tuple[str | OnMesh | None, ...]) -> PartitionSpec:
@@ -282,10 +282,7 @@ class ShardRules:
 _RULES = ("vocab", "kv_heads", "ffn", "embed")
 _FOLLOWS = {"ffn_expert": "ffn", "experts": None}
 """Logical axes of experts -> the one whose rule they have unless ``extra`` gives them their own."""
-_WHOLE = {
-    "embed": "the residual stream is whole on every device",
-    "layers": "every device computes every layer",
-}
+_WHOLE = {"layers": "every device computes every layer"}
 """The reason why a dimension cannot be split."""
 
 
@@ -297,8 +294,8 @@ def rule(name: str | OnMesh, table: str = "rules") -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The mesh axis that each logical dimension of a decoder is split over inside shard_map. None:
-    whole on every device, so that a block over it needs no collective. Layers and the width of the residual stream
-    have no field here: a rule that splits them is refused."""
+    whole on every device, so that a block over it needs no collective. Layers have no field here: a rule that splits
+    them is refused."""
 
     heads: MeshAxis = None
     """Query heads and kv heads; those of one kv head lie together."""
@@ -307,6 +304,8 @@ class Axes:
     ffn_expert: MeshAxis = None
     """The width of an expert."""
     vocab: MeshAxis = None
+    embed: MeshAxis = None
+    """The width of the residual stream."""
     sums: str = "float32"
     """As ``Sharding.sums``."""
     split_logits: bool = False
@@ -350,6 +349,7 @@ class Axes:
             experts=found.pop("experts"),
             ffn_expert=found.pop("ffn_expert"),
             vocab=found.pop("vocab"),
+            embed=found.pop("embed"),
             sums=rules.sums,
             split_logits=rules.logits == "split",
         )
@@ -362,6 +362,10 @@ class Axes:
                 field = "sharding.residual"
                 why = "split needs a rule that splits kv_heads or ffn"
                 raise ConfigError(f"{field}: {why}", field=field)
+        others = {*_names(axes.heads), *_names(axes.ffn), *_names(axes.vocab)}
+        if both := set(_names(axes.embed)) & others:
+            why = f"axis {min(both)!r} splits another dimension of the same weights"
+            raise ConfigError(f"{rule('embed')}: {why}", field=rule("embed"))
         if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
             why = f"axis {axes.experts!r} splits the width of an expert already"
             raise ConfigError(f"{rule('experts')}: {why}", field=rule("experts"))

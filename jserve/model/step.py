@@ -31,11 +31,12 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, LayerKV, check_layers
+from jserve.model.attention import KERNELS, AttentionBackend, LayerKV, check_layers
+from jserve.model.attn_mesh import over_heads
 from jserve.model.ctx import Ctx, Edit
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
-from jserve.model.family import Family, Pass
+from jserve.model.family import Family, Pass, check_layout
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, read_by, written_by
@@ -272,13 +273,13 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             field="attention_sinks",
         )
     check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
-    axes = Axes.of(model.rules, model.mesh.shape)  # refuses what no step of this mode can honour
-    if axes.tokens is not None and model.family.tapped is None:
-        why = f"the family {model.family.name} computes the residual stream itself, whole"
-        raise ConfigError(f"sharding.residual: {why}", field="sharding.residual")
+    check_layout(model.family, model.arch, model.axes)
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
+    if model.rules.auto and model.backend.name in KERNELS:
+        attention = over_heads(model.backend, model.mesh, model.heads_axis)
+        model = replace(model, backend=attention)
 
     def local(params: Any, state: DeviceState, buf: jax.Array) -> tuple[DeviceState, StepOut]:
         with kernels(model.kernels):

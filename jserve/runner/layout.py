@@ -11,11 +11,9 @@ import jax
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.attention import KERNELS
 from jserve.model.shard import ShardRules, group_meshes, make_mesh, mesh_of
 from jserve.sharding import Sharding
-
-KERNEL_BACKENDS = ("native", "hopper", "hopper_fused")
-"""Attention by kernels, which work on one device's share of the heads."""
 
 
 def groups(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, list[Any]]:
@@ -63,7 +61,9 @@ def placement(config: EngineConfig, mesh: Any) -> tuple[Any, Any]:
 
 
 def partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConfig:
-    """``config`` without kernels that XLA's partitioner cannot cut, where it is to do that.
+    """``config`` without kernels that XLA's partitioner cannot cut, where it is to do that: those of products, and of
+    attention on a CPU (devices that share its threads may wait for each other for ever once a step has collectives of
+    both kinds) and beside a drafter with weights of its own, whose heads may lie otherwise.
 
     Raises:
         ConfigError: an option asks for such a kernel.
@@ -71,14 +71,16 @@ def partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConf
     device = config.device
     if not rules.auto:
         return config
-    for name, kernels in (("kernels", ("native",)), ("attention_backend", KERNEL_BACKENDS)):
+    plain = platform == "cpu" or bool(config.speculative.model)
+    attention = KERNELS if plain else ("hopper_fused",)
+    for name, kernels in (("kernels", ("native",)), ("attention_backend", attention)):
         if (asked := getattr(device, name)) in kernels:
             why = f"{name} {asked}: XLA's partitioner (sharding.mode auto) cannot cut these kernels"
             raise ConfigError(why, field=name)
-    attention = device.attention_backend
-    if attention == "auto":
-        attention = "xla" if platform == "cpu" else "dense"
-    device = dataclasses.replace(device, kernels="xla", attention_backend=attention)
+    backend = device.attention_backend
+    if plain and backend == "auto":
+        backend = "xla" if platform == "cpu" else "dense"
+    device = dataclasses.replace(device, kernels="xla", attention_backend=backend)
     return dataclasses.replace(config, device=device)
 
 

@@ -167,7 +167,8 @@ def _numbers(spec: ParamSpec, axes: tuple[MeshAxis, ...], sizes: Mapping[str, in
 
 def _program(model: StepModel, bucket: Bucket) -> StepCollectives:
     buf = jax.ShapeDtypeStruct((buffer_size(model.fields(bucket)),), jnp.int32)
-    args, step = (model.abstract_params(), model.abstract_state(), buf), make_step(model, bucket)
+    step = make_step(model, bucket)
+    args = (model.abstract_params(), model.abstract_state(), buf)
     found: list[Collective] | None = None
     if not model.rules.auto:
         found = list(_traced(jax.make_jaxpr(step)(*args).jaxpr))

@@ -4,7 +4,7 @@ row may see."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,7 +17,10 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import Span
 from jserve.model import attn_dense, kv_quant
 from jserve.model.attention import AttendArgs, AttentionBackend, backend
+from jserve.model.attn_mesh import over_heads
+from jserve.model.shard import mesh_of
 from jserve.model.view import Bucket, StepDims, layout, unpack
+from jserve.sharding import Sharding
 from jserve.window import Window
 from tests.model.driver import NoSlots, Row, pack
 
@@ -176,6 +179,27 @@ def _step(
         sink_logits_N=jnp.asarray(SINK_LOGITS) if logits else None,
     )
     return attn.attend(args, kv, view)
+
+
+def test_kernels_in_a_partitioned_step_see_the_heads_of_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """XLA's attention in place of kernels, which the partitioner could not cut; it notes the heads that it sees."""
+    plain, span, seen = backend("xla"), Span(window=11), set()
+    want = run("xla", CASES["mixed"], span=span, logits=True)
+
+    def attend(args: AttendArgs, kv: Any, view: Any) -> jax.Array:
+        seen.add((args.q_TNH.shape[1], args.sink_logits_N.shape, kv[0].shape[plain.kv_axis]))
+        return plain.attend(args, kv, view)
+
+    over = over_heads(replace(plain, attend=attend), mesh_of(Sharding.of("tp=2")), "tp")
+    monkeypatch.setattr(f"{__name__}.backend", lambda name: over)
+    _compiled.cache_clear()
+    got = run("xla", CASES["mixed"], span=span, logits=True)
+    _compiled.cache_clear()
+    assert seen == {(K * G // 2, (K * G // 2,), K // 2)}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def dense(case: Case, r: int, span: Span, logits: bool) -> np.ndarray:

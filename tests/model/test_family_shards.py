@@ -8,12 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jserve.errors import ConfigError
 from jserve.model.families import family_for
+from jserve.model.family import check_layout
 from jserve.model.hand import Row
 from jserve.model.moe_places import n_routed
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import Axes, ShardRules, make_mesh, mesh_of
 from jserve.model.view import Bucket
+from jserve.sharding import Sharding
 from tests.model.driver import Driver
+from tests.model.test_expert_parallel import ARCH, FAMILY
 
 CASES = (
     *("gemma3", "phi3-longrope", "olmo2", "granite", "cohere2", "smollm3", "exaone4", "glm4"),
@@ -46,6 +50,27 @@ def test_a_residual_stream_split_over_tokens_agrees(case: str) -> None:
     assert np.abs(split - one).max() < 1e-5 * np.ptp(one)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        c if c == "cohere2" else pytest.param(c, marks=pytest.mark.slow)
+        for c in CASES[: CASES.index("mixtral")]
+    ],
+)
+def test_a_residual_stream_split_over_its_width_agrees(case: str) -> None:
+    logits = of_case(case)
+    one = logits(1)
+    for residual in ("whole", "split"):
+        split = logits(2, x=2, residual=residual)
+        assert np.abs(split - one).max() < 1e-5 * np.ptp(one), residual
+
+
+def test_experts_read_the_residual_stream_whole() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(FAMILY, ARCH, Axes(embed="x"))
+    assert caught.value.field == "sharding.rules.embed"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[CASES.index("mixtral") :])
 def test_devices_with_different_experts_agree(case: str) -> None:
@@ -67,10 +92,13 @@ def of_case(case: str) -> Callable[..., np.ndarray]:
     arch, get = family.arch(config), hf.weights(model)
     prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
 
-    def logits(tp: int, ep: int = 1, residual: str = "whole") -> np.ndarray:
+    def logits(tp: int, ep: int = 1, x: int = 1, residual: str = "whole") -> np.ndarray:
         mesh = make_mesh(tp, ep=ep)
         spare = -n_routed(arch)[1] % ep if ep > 1 else 0
         rules = replace(ShardRules.of_mesh(mesh.shape, spare), residual=residual)
+        if x > 1:
+            mesh = mesh_of(Sharding(mesh=(("x", x), ("tp", tp))))
+            rules = replace(rules, embed="x")
         driver = Driver(family, arch, get, attn="ref", mesh=mesh, rules=rules)
         return driver.step(BUCKET, prefill=[Row(list(range(1, 17)), 0, prompt)])[2:41]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from jserve.model.arch import resized
-from jserve.model.attention import backend
 from jserve.model.shard import ShardRules, mesh_of
 from jserve.model.view import Bucket
 from jserve.sharding import Sharding
@@ -44,9 +43,6 @@ def test_a_step_is_one_graph_with_its_kv_in_place(name: str, bucket: Bucket) -> 
     rules = ShardRules.of_sharding(sharding, mesh.shape)
     arch, n_pages = resized(ARCHS[NAME], L=2), 1024 * sharding.n_devices
     model = dataclasses.replace(step_model(arch, n_pages=n_pages), mesh=mesh, rules=rules)
-    if rules.auto:
-        dense = backend("dense", "cuda")
-        model = dataclasses.replace(model, backend=dense)
     report = compile_step(model, bucket)
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
     assert report.temp_bytes < layer_bytes(model), "scratch is as large as a layer's KV"

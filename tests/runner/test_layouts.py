@@ -29,6 +29,7 @@ from tests.runner.test_equalities import alone, as_tuples, mixed_jobs
 MINI = "checkpoints/jserve-mini"
 XY = {"x": 2, "y": 4}
 ALL = {"kv_heads": ["x", "y"], "ffn": ["x", "y"], "vocab": ["x", "y"]}
+WIDTH = {"embed": "x", "kv_heads": "y", "ffn": "y"}
 SPECS: dict[str, dict[str, Any]] = {
     "tp 4": {"mesh": {"tp": 4}},
     "kv repeated": {"mesh": {"tp": 8}},
@@ -44,6 +45,12 @@ SPECS: dict[str, dict[str, Any]] = {
         "rules": {**ALL, "kv_heads": "y", "vocab": None},
         "residual": "split",
     },
+    "2D, width": {"mesh": XY, "rules": {**WIDTH, "vocab": "y"}},
+    "2D, width, split residual": {
+        "mesh": XY,
+        "rules": {**WIDTH, "vocab": None},
+        "residual": "split",
+    },
     "all that is split": {"mesh": XY, "rules": ALL, "logits": "split", "residual": "split"},
     "auto, heads": {"mesh": XY, "mode": "auto", "rules": ALL},
     "auto, 2D": {"mesh": XY, "mode": "auto", "rules": {"kv_heads": "y", "ffn": "y", "embed": "x"}},
@@ -54,7 +61,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "params": {"layers/.*/down": [None, ["x", "y"]]},
     },
 }
-QUICK = ("2D, split logits", "split residual")
+QUICK = ("2D, split logits", "2D, width, split residual")
 
 
 def runner(spec: dict[str, Any], buckets: tuple[Bucket, ...] = SMALL[1:], **options: Any) -> Any:
@@ -173,7 +180,7 @@ def test_a_split_residual_stream_is_summed_in_parts_where_prompts_are_computed()
     spec = {"mesh": {"tp": 8}, "residual": "split"}
     decode, prefill = explain_sharding("llama-3.1-8b", spec, dtype="bfloat16").programs
     assert {c.op for c in decode.usual} == {"all-reduce", "all-gather"}
-    T, L = prefill.prefill_tokens + prefill.decode_rows, 32
+    T, L = prefill.prefill_tokens + 2, 32  # beside two decode rows
     found = [(c.op, c.dtype, c.shape, c.count) for c in prefill.usual if c.shape[-1] == 4096]
     want = [
         ("reduce-scatter", "float32", (-(-T // 8), 4096), 2 * L),
@@ -205,6 +212,7 @@ def test_layouts_whose_sums_differ_have_other_names() -> None:
         ({"mesh": {"x": 2}, "rules": {"vocab": "x"}, "residual": "split"}, "sharding.residual"),
         ({"mesh": {"x": 2}, "rules": {"ffn": "x"}, "logits": "split"}, "sharding.logits"),
         ({"mesh": {"x": 2}, "rules": {"tokens": "x"}}, "sharding.rules.tokens"),
+        ({"mesh": {"x": 2}, "rules": {"embed": "x", "ffn": "x"}}, "sharding.rules.embed"),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_key(spec: dict[str, Any], field: str) -> None:

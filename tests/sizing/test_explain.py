@@ -76,7 +76,7 @@ def test_the_collectives_of_mode_auto_are_those_that_xla_made():
     [
         ({}, "sharding.mesh"),
         ({"mesh": {"x": 5}, "rules": {"kv_heads": "x"}}, "num_attention_heads"),
-        ({"mesh": {"x": 2}, "rules": {"embed": "x"}}, "sharding.rules.embed"),
+        ({"mesh": {"x": 2}, "rules": {"embed": "x", "ffn": "x"}}, "sharding.rules.embed"),
     ],
 )
 def test_what_a_model_cannot_honour_is_refused(given: dict[str, Any], field: str):
