@@ -55,6 +55,17 @@ def dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     return product_as(x_TD, w_ND, jnp.float32)
 
 
+def stacked_dot(x_TD: jax.Array, w_SND: Weight) -> jax.Array:
+    """``dot`` as float32[T, S, N]. XLA's partitioner gathers the whole of a matrix that is split over N where S and N
+    are flattened first."""
+    if isinstance(w_SND, quant.QTensor):
+        return dot(x_TD, w_SND).reshape(x_TD.shape[0], *w_SND.shape[:2])
+    _noted(x_TD, w_SND)
+    dims = (((1,), (2,)), ((), ()))
+    x_TD = x_TD.astype(w_SND.dtype)
+    return lax.dot_general(x_TD, w_SND, dims, preferred_element_type=jnp.float32)
+
+
 def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     """``dot`` for a result of many columns that is rounded soon: on GPUs one that is written in the type of the
     weight, half the bytes of a large batch. A product whose sums are split is not rounded there either."""

@@ -25,7 +25,7 @@ from jserve.model.arch import Moe
 from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, n_shards, own_columns, reduce, shard_index
 from jserve.model.ctx import Ctx
-from jserve.model.dot import activated, dot, gate_up
+from jserve.model.dot import activated, dot, gate_up, stacked_dot
 from jserve.model.kv_bytes import rotated
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.moe import mixture
@@ -158,9 +158,9 @@ def _mlp(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
 def gated(ctx: Ctx, p: Params, x_TD: jax.Array) -> jax.Array:
     """float32[T, F]: what a gated MLP makes of what is normed already, before its last product."""
     weights, bias, activation = p["gate_up"], p.get("gate_up_bias"), ctx.spec.ffn.activation
-    if ctx.axes.embed is None:
+    if ctx.axes.embed is None and not ctx.axes.partitioned:
         return gate_up(x_TD, weights, bias, activation)
-    y_T2F = ctx.over_width(dot(x_TD, weights), weights).reshape(x_TD.shape[0], 2, -1)
+    y_T2F = ctx.over_width(stacked_dot(x_TD, weights), weights)
     y_T2F = y_T2F if bias is None else y_T2F + bias
     return activated(activation, y_T2F[:, 0], y_T2F[:, 1])
 

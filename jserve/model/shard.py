@@ -310,6 +310,8 @@ class Axes:
     """As ``Sharding.sums``."""
     split_logits: bool = False
     """Logits of a split vocabulary stay where they are."""
+    partitioned: bool = False
+    """XLA's partitioner cuts the step, whose arrays are whole here."""
     tokens: MeshAxis = None
     """Of the residual stream, in steps that compute prompts (``Ctx.of``)."""
 
@@ -342,7 +344,7 @@ class Axes:
         """
         found = {name: rules.split(name, sizes) for name in rules.names()}
         if rules.auto:
-            return cls()
+            return cls(partitioned=True)
         axes = cls(
             heads=found.pop("kv_heads"),
             ffn=found.pop("ffn"),

@@ -50,5 +50,10 @@ def test_a_step_is_one_graph_with_its_kv_in_place(name: str, bucket: Bucket) -> 
     if sharding.sums == "weights" and sharding.n_devices > 1:
         assert not re.search(r"f32\[\d+,4096\]\S* all-reduce", report.hlo)
         assert len(re.findall(r"bf16\[\S* all-to-all(?:-start)?\(", report.hlo)) > 0
+    if rules.auto:
+        assert any("mosaic" in kernel.name for kernel in report.kernels), "attention is XLA's"
+        assert not re.search(r"\[(?:2,)?\d+,4096\]\S* all-gather", report.hlo), (
+            "a matrix is gathered"
+        )
     if sharding.logits == "split":
         assert not re.search(rf"\[\d+,{arch.V}\]\S* all-gather", report.hlo)

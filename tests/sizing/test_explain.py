@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -69,6 +70,9 @@ def test_the_collectives_of_mode_auto_are_those_that_xla_made():
     decode, _ = explain_sharding(MINI, AUTO).programs
     assert {c.op for c in decode.collectives or ()} >= {"all-reduce", "all-gather"}
     assert all(c.axes == () and c.n_bytes > 0 for c in decode.collectives or ())
+    arch = find(MINI).arch
+    largest = max(math.prod(c.shape) for c in decode.collectives or ())
+    assert largest < arch.D * arch.layers[0].ffn.F, "matrices go from device to device"
 
 
 @pytest.mark.parametrize(
