@@ -27,8 +27,9 @@ from jserve.request_options import Lane
 
 PREFILL = "prefill"
 """The role of a replica that computes prompts for others: it answers where no other is left."""
-SLACK = 1.25
-"""A prefix that nobody has goes to the replica of its hash, where that costs no more than so many times the mean."""
+SLACK = 1.1
+"""A prefix that nobody has goes to the replica of its hash, where that costs no more than so many times the least:
+fronts that do not know of each other then agree, and a replica that is loaded gets no more prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,8 @@ def _cheapest(asked: Asked, prices: Mapping[int, Price], known: Seq[int]) -> int
         most_s = min(costs.values())
     else:  # all evict the same
         costs = {i: price.cost_s for i, price in prices.items()}
-        most_s = SLACK * sum(costs.values()) / len(costs)
+        most_s = SLACK * min(costs.values())
     near = [i for i, cost_s in costs.items() if cost_s <= most_s]
-    near = near or list(prices)  # the mean of equal numbers may be below them
     return near[0] if len(near) == 1 else max(near, key=lambda i: _weight(asked, i))
 
 
