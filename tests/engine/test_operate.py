@@ -119,9 +119,11 @@ class WeighedRunner(FakeRunner):
         return [seen ^ mix(self.weights) for seen in super()._seen_N(pages, start, n)]
 
 
-def next_token(request: Request, tokens: list[int], weights: int) -> int:
+def next_token(
+    request: Request, tokens: list[int], weights: int, *, vocab_size: int = LIMITS.vocab_size
+) -> int:
     """What an engine that never had other ``weights`` draws after ``tokens``."""
-    fresh = WeighedRunner()
+    fresh = WeighedRunner(dataclasses.replace(LIMITS, vocab_size=vocab_size))
     fresh.weights = weights
     n, Z = len(tokens), LIMITS.page_size
     pages = [
