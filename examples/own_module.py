@@ -67,19 +67,18 @@ def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:
     return ids[-n:]
 
 
-def main() -> None:
-    model = Transformer(nnx.Rngs(0))
+def register(model: Transformer) -> dict:
+    """All that serving it takes; the parameters, as the engine is given them."""
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
 
-    # All that serving it takes.
     def module(params) -> Transformer:
         return nnx.merge(graph, params)
 
     register_family(
         family_of(
             "Tutorial",
-            lambda params, tok_T, pos_T, attend: module(params)(tok_T, pos_T, attend),
+            lambda params, *given: module(params)(*given),
             params,
             logits=lambda params, x_ED: module(params).tokens.attend(x_ED),
             vocab=V,
@@ -89,6 +88,12 @@ def main() -> None:
             context=CONTEXT,
         )
     )
+    return params
+
+
+def main() -> None:
+    model = Transformer(nnx.Rngs(0))
+    params = register(model)
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps({"architectures": ["Tutorial"]}))
         options = {"tokenizer": str(shipped()), "dtype": "float32", "max_num_seqs": 4}

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from jserve.model.families import register_family
     from jserve.model.feature import StepFeature
     from jserve.model.features import register_feature
-    from jserve.model.features.processor import RowView, logits_processor
+    from jserve.model.features.processor import logits_processor, sampler
+    from jserve.model.features.row import RowView, row_state
     from jserve.model.features.steering import steering
     from jserve.model.features.tap import tap
     from jserve.model.module_family import family_of
@@ -47,6 +48,8 @@ __all__ = [
     "logits_processor",
     "register_family",
     "register_feature",
+    "row_state",
+    "sampler",
     "steering",
     "tap",
 ]
@@ -70,8 +73,10 @@ _HOMES = {
     "family_of": "jserve.model.module_family",
     "register_family": "jserve.model.families",
     "register_feature": "jserve.model.features",
-    "RowView": "jserve.model.features.processor",
+    "RowView": "jserve.model.features.row",
     "logits_processor": "jserve.model.features.processor",
+    "row_state": "jserve.model.features.row",
+    "sampler": "jserve.model.features.processor",
     "steering": "jserve.model.features.steering",
     "tap": "jserve.model.features.tap",
 }

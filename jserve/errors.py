@@ -161,6 +161,14 @@ class RequestFailed(JserveError):
     code = "engine_step_failed"
 
 
+class StepFeatureFailed(JserveError):
+    """A step feature that this program registers gave what nothing can be drawn from; ``field`` names it."""
+
+    status = 500
+    kind = "server_error"
+    code = "step_feature_failed"
+
+
 class Unschedulable(JserveError):
     """This request waited with nothing else to do and could not be run: a fault of ours."""
 

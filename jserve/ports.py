@@ -58,6 +58,8 @@ class RunnerLimits:
     features: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
     """Registered step features that programs have: what ``extra_args`` may name, each with the check of
     what it is asked, which raises ValueError."""
+    slot_features: tuple[str, ...] = ()
+    """Of those, the ones for which slots hold an array: sequences that ask need a ``SlotLoad``."""
     kv_names: Mapping[str, Callable[[Any, int], str]] = field(default_factory=dict)
     """Of those that change KV, the text that names what is asked, of a prompt of so many tokens, in the KV's key."""
     prompt_features: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
@@ -371,3 +373,7 @@ class Journal(Protocol):
     def recover(self, now: float, error: str) -> None: ...
 
     def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None: ...
+
+    def operated(self, now: float, action: str, running: str, parts: Seq[str]) -> None:
+        """A pause, its end, sleep or wake. What it did to requests has events of its own."""
+        ...

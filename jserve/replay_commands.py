@@ -11,7 +11,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.plugins import load_plugins
 from jserve.progress import start_progress
-from jserve.sched.record.replay import replay as replayed
+from jserve.sched.record.replay import Diverged, replay as replayed
 from jserve.sched.record.start import FUNCTIONS, limits_of, read_start
 
 
@@ -20,7 +20,8 @@ def replay(path: Path, *, device: bool, console: Any) -> str:
 
     Raises:
         ConfigError: no journal of an engine, or this machine cannot make the same engine.
-        Diverged: the first decision or token that is another.
+        Diverged: the first decision or token that is another; or, once all are known to be the same, the first
+            log-probability.
     """
     config, start = read_start(path)
     load_plugins(config.model.plugins)
@@ -50,9 +51,15 @@ def replay(path: Path, *, device: bool, console: Any) -> str:
     finally:
         close(made)
     end = f"; computed up to {done.until}" if done.until else ""
+    bits = done.bits
+    if bits.n_other:
+        raise Diverged(
+            f"{bits.first}. {bits.n_other} of {bits.n} log-probabilities are others, by"
+            f" {bits.largest:.3g} at most; all {done.n_tokens} tokens are as recorded{end}"
+        )
     return (
-        f"{done.n_events} events, {done.n_steps} steps, {done.n_tokens} tokens computed again:"
-        f" every one as recorded{end}\n"
+        f"{done.n_events} events, {done.n_steps} steps, {done.n_tokens} tokens computed again, {bits.n}"
+        f" log-probabilities: every one as recorded{end}\n"
     )
 
 

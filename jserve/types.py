@@ -231,8 +231,9 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SlotLoad:
     """Fill the per-slot rows that sampling needs, before the step's rows run.
 
-    Only for sequences whose parameters are ``loaded``, or for all where the device copies drafts from
-    their text. ``tokens`` is every token known at admission, when nothing of it is in flight.
+    Only for sequences whose parameters are ``loaded`` or that ask for a feature with an array in slots, or for all
+    where the device copies drafts from their text. ``tokens`` is every token known at admission, when nothing of it is
+    in flight.
     """
 
     slot: int
@@ -297,6 +298,10 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
 
+NOTHING_LEFT = "leaves no token that may be drawn"
+"""What a step feature did that forbids all tokens, by itself or with what else the request asks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The results of a plan, numpy only. Rows in plan order; J = drafts + 1 columns."""
@@ -306,7 +311,7 @@ class StepResult:
     n_ok_R: np.ndarray
     """int32: tokens drawn by the row (0 for a row that does not emit)."""
     finite_R: np.ndarray
-    """bool: False when the row's logits held a NaN or infinity."""
+    """bool: False when the row's logits held a NaN or infinity, or nothing could be drawn from them."""
     logprob_RJ: np.ndarray
     """float32: log-probability of each drawn token under the model's raw logits (as vLLM: before biases,
     penalties, temperature and truncation); 0 when no row of the step asked for log-probabilities."""
@@ -326,6 +331,8 @@ class StepResult:
     prompt_extra: Mapping[str, Mapping[int, Seq[Any]]] = field(default_factory=dict)
     """Name of a registered step feature -> row index -> what it gives each of the row's own prompt tokens, for rows
     with ``RowPlan.prompt_features``."""
+    faults: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """Row index -> (the registered step feature, what it did), for rows that are not finite by its fault."""
     device_us: float = 0.0
 
 

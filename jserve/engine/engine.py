@@ -94,6 +94,8 @@ class Engine:
         """The runner has the weights of before, too, for sequences that end under them."""
         self.n_updates = 0
         """Counter: times that they were replaced."""
+        self.update_s = 0.0
+        """Counter: seconds that this took, in which no step was launched."""
         self.profiler = profiler
         self._overlap = overlap
         self._inbox: deque[Submit | Cancel | Create | HandleCommand | Control] = deque()
@@ -290,6 +292,7 @@ class Engine:
         values: dict[str, Any] = dataclasses.asdict(self.scheduler.stats())
         values |= values.pop("lanes", {})
         values |= {"weight_updates_total": self.n_updates, "paused": float(self.hold.closed)}
+        values["weight_update_seconds_total"] = self.update_s
         for side in (self.scheduler, self.runner):
             counters = getattr(side, "counters", None)
             if counters is not None:

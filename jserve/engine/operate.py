@@ -13,6 +13,7 @@ or None while it waits for running requests to end (``Hold.pending``). For weigh
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jserve.engine.hold import PARTS, PAUSES
@@ -40,6 +41,7 @@ def carry_out(engine: Engine, command: Control) -> dict[str, Any] | None:
         case "resume":
             engine.hold.refuse_pending()
             engine.hold.resume()
+            _journal(engine, "resume")
         case "sleep":
             _sleep(engine, _parts(command))
         case "wake":
@@ -66,7 +68,7 @@ def settle(engine: Engine) -> tuple[Control, dict[str, Any]] | None:
         return None
     engine.hold.pending = None
     if command.action == "pause":
-        engine.hold.pause("finish")
+        _paused(engine, "finish")
         return command, _info(engine)
     return command, _replace(engine, command)
 
@@ -85,8 +87,18 @@ def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
     engine.hold.refuse_pending()
     if mode == "abort":
         engine.abort_all()
-    engine.hold.pause(mode)
+    _paused(engine, mode)
     return _info(engine)
+
+
+def _paused(engine: Engine, mode: str) -> None:
+    engine.hold.pause(mode)
+    _journal(engine, "pause", running=mode)
+
+
+def _journal(engine: Engine, action: str, *, running: str = "", parts: Sequence[str] = ()) -> None:
+    if engine.scheduler.journal is not None:
+        engine.scheduler.journal.operated(engine.clock(), action, running, parts)
 
 
 def _update(engine: Engine, command: Control) -> dict[str, Any] | None:
@@ -150,7 +162,9 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
     name = "" if engine.weights == engine.first_weights else engine.weights
     keep, engine.beside = command.running == "mix", beside
     engine.scheduler.reweigh(engine.version, engine.clock(), name=name, keep=keep, beside=beside)
-    return _info(engine) | {"seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    engine.update_s += seconds
+    return _info(engine) | {"seconds": seconds}
 
 
 def _sleep(engine: Engine, parts: list[str]) -> None:
@@ -165,12 +179,14 @@ def _sleep(engine: Engine, parts: list[str]) -> None:
         engine.land()
     runner.sleep(fresh)
     engine.hold.asleep |= {*fresh}
+    _journal(engine, "sleep", parts=fresh)
 
 
 def _wake(engine: Engine, parts: list[str]) -> None:
     asleep = [part for part in parts if part in engine.hold.asleep]
     _live(engine).wake(asleep)
     engine.hold.asleep -= {*asleep}
+    _journal(engine, "wake", parts=asleep)
 
 
 def _profile(engine: Engine, action: str) -> None:

@@ -44,6 +44,16 @@ def _fills_nothing(
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class SlotArray:
+    """An array that a slot holds for a feature, of one row: a fold over the output tokens of a sequence."""
+
+    start: np.ndarray
+    """Before the first of them."""
+    after: Callable[[jax.Array, jax.Array], jax.Array]
+    """(the array, int32 token) -> the array behind one token more; a pure function of jax operations."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True, repr=False)
 class StepFeature:
     """A feature; two are equal if their names are, and names are its order.
@@ -53,13 +63,17 @@ class StepFeature:
     after:  (target, what came of the step) -> its output, a pytree; None: it has none.
     writes: places of the residual stream that it changes, named alike, before or after a layer.
     edit:   (view, float32[T, D] there) -> the stream that goes on; rows that have not asked keep theirs.
-    logits: (view, float32[E, V] of the places where tokens are drawn) -> those to draw from; rows that have not asked
-            keep theirs.
+    logits: (view, float32[E, V] of the places where tokens are drawn) -> those to draw from, -inf for a token that is
+            not to be; rows that have not asked keep theirs. One from which nothing can be drawn ends its request.
+    token:  (view, float32[E, V] after all that changes the likeliest token, keys of ``jax.random`` [E], int32[E] the
+            engine's tokens) -> int32[E] the tokens of rows that have asked; others keep theirs. One that is no id, or
+            of a logit of -inf, ends its request.
     after_prompt: (target, what came of the step) -> [P, ...], a value for each prefill token; in steps with prefill
             alone. None: it gives prompts nothing.
     is_tap: its values are activations: over HTTP it is asked of a server with ``--allow-taps`` only.
     points: places of the model that it reads, as ``jserve.model.points`` names them (``*`` stands for anything);
             ``after`` finds their values, float32[T, D] each and in the order of a pass, in ``StepOutcome.read``.
+    state:  an array that each slot holds for it; ``feature_states.at_draws`` gives it where tokens are drawn.
 
     On the host, in numpy:
     check:  (what a request asks of it in ``extra_args``) -> None; raises ValueError where ``pack`` could
@@ -85,6 +99,10 @@ class StepFeature:
     writes: tuple[str, ...] = field(compare=False, default=())
     edit: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
     logits: Callable[[StepView, jax.Array], jax.Array] | None = field(compare=False, default=None)
+    token: Callable[[StepView, jax.Array, jax.Array, jax.Array], jax.Array] | None = field(
+        compare=False, default=None
+    )
+    state: SlotArray | None = field(compare=False, default=None)
     kv_name: Callable[[Any, int], str] | None = field(compare=False, default=None)
     of_prompt: Callable[[Any], bool] | None = field(compare=False, default=None)
     after_prompt: Callable[[Target, StepOutcome], jax.Array] | None = field(

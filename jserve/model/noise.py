@@ -58,6 +58,12 @@ def gumbel(
     return _gumbel(_unit(bits_EV))
 
 
+def keys(seed_E2: jax.Array, pos_E: jax.Array, purpose: Purpose) -> jax.Array:
+    """A key of ``jax.random`` for each draw, [E], of what ``gumbel`` makes its own of."""
+    bits_E2 = jnp.stack(_keys(seed_E2, pos_E, purpose), axis=1)
+    return jax.random.wrap_key_data(bits_E2, impl="threefry2x32")
+
+
 def _keys(seed_E2: jax.Array, pos_E: jax.Array, purpose: Purpose) -> tuple[jax.Array, jax.Array]:
     pos_E = pos_E.astype(jnp.uint32)
     key_E, other_E = threefry2x32_p.bind(

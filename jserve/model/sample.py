@@ -53,6 +53,8 @@ from jserve.sampling import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 PURPOSE_TOKEN = 0
 PURPOSE_REDRAW = 1
+PURPOSE_OWN = 2
+"""Added to one of the others: draws of step features."""
 PREFILTER = 64
 """Largest logits looked at before falling back to bisection."""
 CHANGES = BIAS | BAD_WORDS | MIN_TOKENS | PENALTY
@@ -90,6 +92,11 @@ class Draws:
     """int32: as ``RowPlan.redraw``, NONE for none; None: none for any row."""
 
 
+Own = Callable[[jax.Array, Draws, jax.Array, jax.Array], jax.Array]
+"""(float32[E, V] after all that changes the likeliest token, the draws, int32[E] purposes, int32[E] tokens drawn) ->
+int32[E] tokens in their place, below 0 where there is none."""
+
+
 @register_dataclass
 @dataclass(frozen=True)
 class Chosen:
@@ -111,28 +118,39 @@ def sample(
     slots: SlotState,
     flags: jax.Array,
     part: VocabPart = WHOLE,
+    *,
+    given_EV: jax.Array | None = None,
+    own: Own | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw one token per row of logits.
 
+    Args:
+        given_EV: the logits to draw from, in which -inf forbids a token; by default ``raw_EV``.
+        own: draws in place of the engine.
+
     Returns:
-        int32[E] tokens and bool[E], False where the logits held NaN or infinity or everything was
-        forbidden.
+        int32[E] tokens and bool[E], False where ``raw_EV`` held NaN or infinity, everything was
+        forbidden, or ``own`` drew nothing.
     """
     # Not by the largest and smallest: XLA:CPU's pass over a NaN among some hundred numbers.
     ok_E = part.all_finite(raw_EV)
-    raw_EV = part.real(raw_EV)
+    raw_EV = part.real(raw_EV if given_EV is None else given_EV)
 
     def greedy(raw_EV):
         return argmax(raw_EV, part), jnp.ones_like(ok_E)
 
     def full(raw_EV):
-        return _chosen(raw_EV, draws, slots, flags, part=part)
+        return _chosen(raw_EV, draws, slots, flags, part=part, own=own)
 
     if draws.mask_EW is not None:
-        token_E, allowed_E = _guided(raw_EV, draws, slots, flags, part)
+        token_E, allowed_E = _guided(raw_EV, draws, slots, flags, part, own)
+    elif own is not None:
+        token_E, allowed_E = full(raw_EV)
     else:
         plain = (flags & ~LOGPROBS) == 0
         token_E, allowed_E = jax.lax.cond(plain, greedy, full, raw_EV)
+    if own is not None:
+        allowed_E &= token_E >= 0
     return token_E, ok_E & allowed_E
 
 
@@ -143,8 +161,9 @@ def _chosen(
     flags: jax.Array,
     purpose: Purpose = PURPOSE_TOKEN,
     part: VocabPart = WHOLE,
+    own: Own | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """int32[E] tokens and bool[E], False where everything was forbidden."""
+    """int32[E] tokens and bool[E], False where everything was forbidden or ``own`` drew nothing."""
 
     def adjusted(raw_EV):
         return adjust(raw_EV, draws, slots, flags, part)
@@ -163,26 +182,38 @@ def _chosen(
         )
         return draw(scaled_EV, draws, flags, purpose, part), allowed_E
 
-    return jax.lax.cond(flags & RANDOM, random, greedy, raw_EV)
+    token_E, allowed_E = jax.lax.cond(flags & RANDOM, random, greedy, raw_EV)
+    if own is None:
+        return token_E, allowed_E
+    purpose_E = jnp.full_like(token_E, purpose) + PURPOSE_OWN
+    token_E = own(adjusted(raw_EV), draws, purpose_E, token_E)
+    return token_E, allowed_E & (token_E >= 0)
 
 
 def _guided(
-    raw_EV: jax.Array, draws: Draws, slots: SlotState, flags: jax.Array, part: VocabPart
+    raw_EV: jax.Array,
+    draws: Draws,
+    slots: SlotState,
+    flags: jax.Array,
+    part: VocabPart,
+    own: Own | None,
 ) -> tuple[jax.Array, jax.Array]:
     """As ``_chosen``, of which a row with ``redraw_E`` gets its own only where the mask forbids its
     first, unmasked draw."""
     mask_EW, redraw_E = draws.mask_EW, draws.redraw_E
     if mask_EW is None or redraw_E is None:
-        return _chosen(raw_EV, draws, slots, flags, part=part)
+        return _chosen(raw_EV, draws, slots, flags, part=part, own=own)
     redraws_E = redraw_E != NONE
     unmasked = replace(draws, mask_EW=None)
     masked = replace(draws, mask_EW=_less(mask_EW, redraw_E))
     purpose_E = jnp.where(redraws_E, PURPOSE_REDRAW, PURPOSE_TOKEN)
-    token_E, allowed_E = _chosen(raw_EV, masked, slots, flags, purpose_E, part)
+    token_E, allowed_E = _chosen(raw_EV, masked, slots, flags, purpose_E, part, own)
 
     def first(token_E, allowed_E):
-        first_E, _ = _chosen(raw_EV, unmasked, slots, flags, part=part)
+        first_E, _ = _chosen(raw_EV, unmasked, slots, flags, part=part, own=own)
         stays_E = redraws_E & _in_mask(mask_EW, first_E)
+        if own is not None:
+            stays_E |= redraws_E & (first_E < 0)
         return jnp.where(stays_E, first_E, token_E), allowed_E | stays_E
 
     return jax.lax.cond(jnp.any(redraws_E), first, lambda *x: x, token_E, allowed_E)

@@ -13,7 +13,8 @@ output ends with the ids before it::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -53,23 +54,35 @@ class SlotState:
     pick_CK: jax.Array | None = None
     """int32: ids that the request names to have their log-probabilities, padded with 0; meaningless for
     one that names none. None: no request may."""
+    states: dict[str, jax.Array] = field(default_factory=dict)
+    """[C, ...] each: what features keep, by name; meaningless for a request that does not ask for them."""
 
 
-def empty(C: int, V: int, drafts: int = 0, **sizes: int) -> SlotState:
+def empty(C: int, V: int, drafts: int = 0, **sizes: Any) -> SlotState:
     """Slots nobody has held yet; ``sizes`` as of ``shapes``."""
     slots = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes(C, V, drafts, **sizes))
     return replace(slots, vocab=slots.vocab and vocab_rows.leased_to_none(slots.vocab))
 
 
 def shapes(
-    C: int, V: int, drafts: int = 0, *, text: int = 0, picks: int = 0, n_vocab_rows: int = 0
+    C: int,
+    V: int,
+    drafts: int = 0,
+    *,
+    text: int = 0,
+    picks: int = 0,
+    n_vocab_rows: int = 0,
+    states: Sequence[tuple[str, tuple[int, ...], str]] = (),
 ) -> Any:
     """The abstract state, a ``SlotState`` of ``ShapeDtypeStruct``, with room for so many drafts, tokens of text
-    and picked ids, and so many vocab rows together."""
+    and picked ids, so many vocab rows together, and what features keep, by name, shape and dtype."""
 
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
+    arrays: Any = {
+        name: jax.ShapeDtypeStruct((C, *shape), jnp.dtype(dtype)) for name, shape, dtype in states
+    }
     return SlotState(
         len_C=ints(C),
         last_C=ints(C),
@@ -79,6 +92,7 @@ def shapes(
         draft_CJ=ints(C, drafts) if drafts else None,
         text_CS=ints(C, text) if text else None,
         pick_CK=ints(C, picks) if picks else None,
+        states=arrays,
     )
 
 

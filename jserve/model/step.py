@@ -6,7 +6,8 @@ neither. A pure function, run under ``shard_map`` on every mesh, one device incl
 caller.
 
 Logits are computed where tokens are drawn (E places, ``jserve.model.draws``).
-``out.packed_RX`` holds n_ok, finite, J tokens and the bits of J log-probabilities per row.
+``out.packed_RX`` holds n_ok, 1 for sound logits (else 0, or the code of a feature's fault, ``feature_logits``), J
+tokens and the bits of J log-probabilities per row.
 
 With a drafter (``jserve.speculation.drafters.drafter``) ``params`` is {"target", "drafter"}, ``state.kv`` has its
 layers after the target's, and a step of a bucket with ``n_draft`` shows it all tokens and leaves so
@@ -37,10 +38,12 @@ from jserve.model.ctx import Ctx, Edit
 from jserve.model.dot import skip_unread
 from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family, Pass, check_layout
+from jserve.model.feature_logits import changed, changes, own_tokens
+from jserve.model.feature_states import advanced
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, read_by, written_by
-from jserve.model.sample import Chosen, logprobs, processed, sample
+from jserve.model.sample import Chosen, Draws, logprobs, processed, sample
 from jserve.model.shard import (
     Axes,
     MeshAxis,
@@ -101,7 +104,7 @@ class StepOut:
 def slot_shapes(dims: StepDims) -> Any:
     """The abstract ``SlotState``."""
     sizes = {"text": dims.text, "picks": dims.picks, "n_vocab_rows": dims.n_vocab_rows}
-    return slot_rows.shapes(dims.C, dims.V, dims.drafts, **sizes)
+    return slot_rows.shapes(dims.C, dims.V, dims.drafts, **sizes, states=dims.states)
 
 
 class PoolArray(NamedTuple):
@@ -326,11 +329,9 @@ def run(
     with jax.named_scope("logits"):
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = _target(model, params).own_logits(x_ED)
-        given_EV = _processed(model, bucket, view, raw_EV)
     with jax.named_scope("sample"):
-        draws = draws_of(view)
-        part = VocabPart.of(model.axes, arch.V)
-        drawn_E, ok_E = _SAMPLE(given_EV, draws, state.slots, view.flags, part=part)
+        draws, part = draws_of(view), VocabPart.of(model.axes, arch.V)
+        drawn_E, ok_E, fault_E, given_EV = _drawn(bucket, state.slots, view, draws, raw_EV, part)
         seen_EV = raw_EV
         if model.logprobs_mode == "processed_logprobs":
             seen_EV = _PROCESSED(given_EV, draws, state.slots, view.flags, part=part)
@@ -341,8 +342,8 @@ def run(
         with jax.named_scope("path"):
             n_ok_D, path_DJ = accepted(view, drawn_E)
             kv = straightened(model.backend, view, kv, path_DJ)
-            of_tree = (drawn_E, ok_E, chosen, x_TD, values)
-            drawn_E, ok_E, chosen, x_TD, values = along(view, path_DJ, of_tree)
+            of_tree = (drawn_E, ok_E, fault_E, chosen, x_TD, values)
+            drawn_E, ok_E, fault_E, chosen, x_TD, values = along(view, path_DJ, of_tree)
             view = as_chain(view, path_DJ)
     with jax.named_scope("advance"):
         token_RJ = by_row(view, drawn_E, NONE)
@@ -350,6 +351,8 @@ def run(
         len_R = _new_len(view, n_ok_R)
         penalised_R = (view.uses_R & PENALTY) > 0
         slots = _ADVANCE(state.slots, view.slot_R, len_R, token_RJ, n_ok_R, penalised_R)
+        states = advanced(slots.states, bucket.features, view, token_RJ, n_ok_R)
+        slots = replace(slots, states=states)
     drafted, target = state.kv[model.n_own :], _target(model, params)
     found = dict(zip(points, values, strict=True))
     taps = [found[name] for name in _drafter_points(model)] if drafts else []
@@ -368,7 +371,28 @@ def run(
             prompt[feature.name] = feature.after_prompt(target, seen)
     experts = state.experts and state.experts.counted(done.count_LE)
     state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
-    return state, _pack(outcome, ok_E, chosen, extra, prompt)
+    return state, _pack(outcome, ok_E, fault_E, chosen, extra, prompt)
+
+
+def _drawn(
+    bucket: Bucket,
+    slots: SlotState,
+    view: StepView,
+    draws: Draws,
+    raw_EV: jax.Array,
+    part: VocabPart,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    """int32[E] tokens, bool[E] that is True where they are sound, int32[E] codes of faults of features (None: no
+    feature changes what is drawn), and the logits that they are drawn from."""
+    if not changes(bucket.features):
+        return *_SAMPLE(raw_EV, draws, slots, view.flags, part=part), None, raw_EV
+    given = changed(bucket.features, view, raw_EV, part)
+    own = own_tokens(bucket.features, view, part)
+    token_E, ok_E = sample(
+        raw_EV, draws, slots, view.flags, part, given_EV=given.logits_EV, own=own
+    )
+    ok_E &= given.fault_E > 0
+    return jnp.maximum(token_E, 0), ok_E, given.faults(token_E), given.logits_EV
 
 
 def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
@@ -408,17 +432,6 @@ def _points(model: StepModel, bucket: Bucket) -> tuple[str, ...]:
     """All that are read in steps of ``bucket``, each once."""
     asked = [name for feature in bucket.features for name in read_by(model.arch, feature)]
     return tuple(dict.fromkeys([*(_drafter_points(model) if bucket.n_draft else ()), *asked]))
-
-
-def _processed(model: StepModel, bucket: Bucket, view: StepView, raw_EV: jax.Array) -> jax.Array:
-    """The logits to draw from, after those of the bucket's features that change them, in their order."""
-    for feature in bucket.features:
-        if feature.logits is not None:
-            if model.axes.split_logits:
-                why = f"split: {feature.name} changes whole rows of logits"
-                raise ConfigError(f"sharding.logits: {why}", field="sharding.logits")
-            raw_EV = feature.logits(view, raw_EV)
-    return raw_EV
 
 
 def _edits(arch: Arch, bucket: Bucket, view: StepView) -> dict[str, Edit]:
@@ -483,6 +496,7 @@ def _new_len(view: StepView, n_ok_R: jax.Array) -> jax.Array:
 def _pack(
     outcome: StepOutcome,
     ok_E: jax.Array,
+    fault_E: jax.Array | None,
     chosen: Chosen,
     extra: dict[str, Any],
     prompt: dict[str, jax.Array],
@@ -492,8 +506,13 @@ def _pack(
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
     # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
     finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | (view.count_R == 0)
+    code_R = finite_R.astype(jnp.int32)
+    if fault_E is not None:
+        first_R1 = jnp.argmax(~ok_RJ & valid_RJ, axis=1)[:, None]
+        of_RJ = by_row(view, fault_E, 0)
+        code_R = jnp.where(finite_R, 1, jnp.take_along_axis(of_RJ, first_R1, axis=1)[:, 0])
     bits_RJ = jax.lax.bitcast_convert_type(by_row(view, chosen.logprob_E, 0.0), jnp.int32)
-    head_R2 = jnp.stack([n_ok_R, finite_R.astype(jnp.int32)], axis=1)
+    head_R2 = jnp.stack([n_ok_R, code_R], axis=1)
     return StepOut(
         packed_RX=jnp.concatenate([head_R2, outcome.token_RJ, bits_RJ], axis=1),
         top_ids_RJL=by_row(view, chosen.top_ids_EL, NONE),

@@ -96,6 +96,8 @@ class StepDims:
     """The groups of layers that pages belong to; None: a page holds its tokens for all layers."""
     columns: tuple[int, ...] = ()
     """Of the page tables of each of ``groups.reaches``; the first has M."""
+    states: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    """(name, shape, dtype) of what each slot holds for features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ class StepView:
     stop_RS: jax.Array
     """int32: EOS and stop ids, padded with -1."""
     extra: dict[str, jax.Array]
-    """The fields of the bucket's features."""
+    """The fields of the bucket's features, and the rows of their ``StepFeature.state``."""
     next_F: jax.Array | None
     """int32: the known token after each prefill row that does not emit (only where there are drafts to
     be made)."""
@@ -334,9 +336,7 @@ def unpack(
     plain = {k: raw[k] for k in _PASSED if k in raw}
     return StepView(
         **plain,
-        extra={
-            f.name: raw[f.name] for feature in bucket.features for f in feature.fields(bucket, dims)
-        },
+        extra=_of_features(bucket, dims, raw, slots, safe_R),
         next_F=raw.get("next_F"),
         backfill_F=raw["backfill_F"] > 0 if "backfill_F" in raw else None,
         tok_T=jnp.where(real_T, tok_T, 0),
@@ -357,6 +357,23 @@ def unpack(
         groups=groups,
         places=() if dims.groups is None else dims.groups.places,
     )
+
+
+def state_name(feature: str) -> str:
+    """The name in ``StepView.extra`` of what the slots of rows hold for a feature."""
+    return f"{feature}.state_R"
+
+
+def _of_features(
+    bucket: Bucket, dims: StepDims, raw: Mapping[str, Any], slots: Any, slot_R: jax.Array
+) -> dict[str, jax.Array]:
+    """The fields of the bucket's features, and what the rows' slots hold for them."""
+    found = {}
+    for feature in bucket.features:
+        found |= {f.name: raw[f.name] for f in feature.fields(bucket, dims)}
+        if feature.state is not None:
+            found[state_name(feature.name)] = slots.states[feature.name][slot_R]
+    return found
 
 
 def _held(bucket: Bucket, slots: Any, slot_R: jax.Array, last_T: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The part of a split vocabulary that a device has, and what of all parts sampling needs.
 
-It owns the collectives of sampling: numbers of each row, and lists of its largest logits, never a row of the
-vocabulary. ``WHOLE`` is all of a vocabulary, and none of its methods leaves a collective in the program::
+It owns the collectives of sampling: numbers of each row, and lists of its largest logits; rows of the vocabulary in
+steps whose features read them (``whole``) and in no others. ``WHOLE`` is all of a vocabulary, and none of its methods
+leaves a collective in the program::
 
     ids      | 0 .. 39 | 40 .. 79 | 80 .. 99 -- |     V = 100 on three devices, 40 columns each
     first    | 0       | 40       | 80          |     the last 20 columns are no ids: their logits are -inf
@@ -55,6 +56,10 @@ class VocabPart:
     def _is_id(self, x_EV: jax.Array) -> jax.Array:
         n = x_EV.shape[1]
         return self.first(n) + jnp.arange(n, dtype=jnp.int32) < self.V
+
+    def whole(self, x_EV: jax.Array) -> jax.Array:
+        """float32[E, V]: whole rows, on every device."""
+        return x_EV if self.axis is None else gather(x_EV, self.axis, 1)[:, : self.V]
 
     def sum(self, x: jax.Array) -> jax.Array:
         return reduce(x, self.axis)

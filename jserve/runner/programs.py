@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jserve.cores import n_cores
 from jserve.errors import ConfigError
-from jserve.model import slots as slot_rows
+from jserve.model import feature_states, slots as slot_rows
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
 from jserve.runner.compiler import Compiler
@@ -166,6 +166,13 @@ class Programs:
         self.model = model
         self._options, self._compiler = options, compiler or Compiler()
         self.buckets = tuple(buckets)
+        self.stateful = {
+            feature.name: feature
+            for bucket in self.buckets
+            for feature in bucket.features
+            if feature.state is not None
+        }
+        """By name, the features for which slots hold an array."""
         self.strict = strict
         self._steps: dict[Bucket, Any] = {}
         self._loads: dict[str, Any] = {}
@@ -193,6 +200,10 @@ class Programs:
     def load_picks(self) -> Any:
         """The compiled loader of a slot's picked ids: ``(slots, buf) -> slots``, slots donated."""
         return self._loads["picks_load"]
+
+    def load_state(self, feature: str) -> Any:
+        """The compiled loader of what slots hold for a feature: ``(array, buf) -> array``, the array donated."""
+        return self._loads[_STATE_LOAD + feature]
 
     def __len__(self) -> int:
         return len(self._steps) + len(self._loads)
@@ -238,6 +249,7 @@ class Programs:
         loads = ["slot_load"]
         loads += ["text_load"] if dims.text else []
         loads += ["picks_load"] if dims.picks else []
+        loads += [_STATE_LOAD + name for name in self.stateful]
         jobs = [*sorted(self.buckets, key=lambda b: -b.T), *loads]
         progress("compile", 0, len(jobs))
         with ThreadPoolExecutor(min(threads, len(jobs)), "compile") as pool:
@@ -269,15 +281,23 @@ class Programs:
         step.__name__ = step_name(bucket)
         return jax.jit(step, donate_argnums=(1,))
 
-    def _load_of(self, name: str, state: DeviceState) -> tuple[Any, tuple[Any, ...]]:
-        load, size = _LOADS[name]
+    def _load_of(self, name: str, state: DeviceState) -> tuple[Any, tuple[Any, ...], Any]:
+        """The program, its arguments, and the feature that it is of, if it is of one."""
+        if name in _LOADS:
+            (load, size_of), filled = _LOADS[name], state.slots
+            size, feature = size_of(self.model.dims), None
+        else:
+            feature = self.stateful[name.removeprefix(_STATE_LOAD)]
+            load, size = feature_states.loader(feature), feature_states.LOAD_SIZE
+            filled = state.slots.states[feature.name]
         jitted = jax.jit(load, donate_argnums=(0,), out_shardings=self._whole)
-        return jitted, (state.slots, self._ints(size(self.model.dims)))
+        return jitted, (filled, self._ints(size)), feature
 
     def _ints(self, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._whole)
 
 
+_STATE_LOAD = "state_load_"
 _LOADS: dict[str, tuple[Callable[..., Any], Callable[[StepDims], int]]] = {
     "slot_load": (slot_rows.load, lambda dims: slot_rows.LOAD_SIZE),
     "text_load": (slot_rows.load_text, lambda dims: slot_rows.TEXT_SIZE),

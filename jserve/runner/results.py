@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jserve.model.feature_logits import fault_of
 from jserve.model.features import SCORE
 from jserve.model.step import StepOut
-from jserve.model.view import LOGPROBS
+from jserve.model.view import LOGPROBS, Bucket
 from jserve.runner.batch import StepBatch
 from jserve.types import StepPlan, StepResult
 
@@ -46,6 +47,7 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
     return StepResult(
         n_ok_R=picked_RX[:, 0],
         finite_R=picked_RX[:, 1] > 0,
+        faults=_faults(batch.bucket, picked_RX[:, 1]),
         tokens_RJ=picked_RX[:, 2 : 2 + J],
         logprob_RJ=np.ascontiguousarray(picked_RX[:, 2 + J :]).view(np.float32),
         top_ids_RJL=asked(out.top_ids_RJL),
@@ -57,6 +59,11 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         prompt_extra=_of_prompts(plan, out),
         device_us=device_us,
     )
+
+
+def _faults(bucket: Bucket, code_R: np.ndarray) -> dict[int, tuple[str, str]]:
+    """The features that left nothing to draw, and what they did, by row."""
+    return {int(r): fault_of(bucket.features, int(code_R[r])) for r in np.flatnonzero(code_R < 0)}
 
 
 def _of_prompts(plan: StepPlan, out: StepOut) -> dict[str, dict[int, list[Any]]]:

@@ -24,12 +24,12 @@ from jax.sharding import Mesh
 from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError, WeightsError
 from jserve.faults import point
-from jserve.model import decoder
+from jserve.model import decoder, feature_states
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.native import chosen
 from jserve.model.shard import ShardRules, dtype_of
-from jserve.model.slots import load_buffers, picks_buffer, text_buffers
+from jserve.model.slots import SlotState, load_buffers, picks_buffer, text_buffers
 from jserve.model.step import DeviceState, StepOut
 from jserve.model.view import Bucket, numpy_views
 from jserve.ports import InFlight
@@ -208,7 +208,15 @@ class ModelRunner:
                 slots = self.programs.load_text(slots, buf)
         if item.params.logprob_token_ids:
             slots = self.programs.load_picks(slots, picks_buffer(item, dims.picks))
+        for name in self.programs.stateful.keys() & item.params.extra_args.keys():
+            slots = self._load_state(slots, name, item)
         self.state = replace(self.state, slots=slots)
+
+    def _load_state(self, slots: SlotState, name: str, item: SlotLoad) -> SlotState:
+        load, array = self.programs.load_state(name), slots.states[name]
+        for buf in feature_states.load_buffers(item):
+            array = load(array, buf)
+        return replace(slots, states={**slots.states, name: array})
 
     @point("runner.collect")
     def collect(self, flight: InFlight) -> StepResult:

@@ -66,7 +66,20 @@ def step_dims(
     picks = config.device.max_logprob_token_ids
     n_vocab_rows = config.scheduler.n_vocab_rows(penalises=penalises)
     scored = config.device.max_prompt_logprobs
-    dims = StepDims(C=C, M=M, Z=Z, V=arch.V, scored=scored, picks=picks, n_vocab_rows=n_vocab_rows)
+    dims = StepDims(
+        C=C,
+        M=M,
+        Z=Z,
+        V=arch.V,
+        scored=scored,
+        picks=picks,
+        n_vocab_rows=n_vocab_rows,
+        states=tuple(
+            (feature.name, feature.state.start.shape, feature.state.start.dtype.name)
+            for feature in registered()
+            if feature.state is not None
+        ),
+    )
     if speculation is None:
         return dims
     return dataclasses.replace(
@@ -239,6 +252,7 @@ def runner_limits(
         scores_prompts=config.device.prompt_logprobs,
         max_prompt_logprobs=dims.scored,
         features={feature.name: feature.check for feature in registered()},
+        slot_features=tuple(name for name, *_ in dims.states),
         kv_names={f.name: f.kv_name for f in registered() if f.kv_name is not None},
         prompt_features={f.name: f.of_prompt for f in registered() if f.of_prompt is not None},
         picks=dims.picks,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence as Seq
 from typing import Protocol
 
+from jserve.errors import NothingAllowed, StepFeatureFailed
 from jserve.ports import Journal, Verdict
 from jserve.sched import sampled
 from jserve.sched.admission import constraints
@@ -20,6 +21,7 @@ from jserve.sched.stats import LaneCounts
 from jserve.sched.versions import WeightVersions
 from jserve.speculation.policy.controller import SpeculationController
 from jserve.types import (
+    NOTHING_LEFT,
     Finish,
     Lane,
     Output,
@@ -141,7 +143,7 @@ class Finalizer:
     ) -> Output | None:
         """Apply row ``r`` to a live sequence: the general case."""
         if not finite:
-            return self._end_nonfinite(seq, drawn, now)
+            return self._end_nonfinite(seq, drawn, result.faults.get(r), now)
         if row.targets:
             self.scores.add(seq, result.prompt[r])
         for name in row.prompt_features:
@@ -234,11 +236,16 @@ class Finalizer:
             weights=self.versions.of(seq),
         )
 
-    def _end_nonfinite(self, seq: Sequence, drawn: list[int], now: float) -> Output:
-        """End a sequence from which nothing could be drawn at, or behind, some of ``drawn``."""
+    def _end_nonfinite(
+        self, seq: Sequence, drawn: list[int], fault: tuple[str, str] | None, now: float
+    ) -> Output:
+        """End a sequence from which nothing could be drawn at, or behind, some of ``drawn``; ``fault``: the step
+        feature that is to blame, and what it did."""
         verdict = None if seq.guide is None else seq.guide.fault
         if verdict is None:
             own = constraints.excluded(seq, drawn[:-1], self.vocab_size)
+            if own is None and fault is not None:
+                return self.end(seq, Finish.ERROR, now, *_of_feature(*fault))
             if own is None:
                 self.n_nonfinite += 1
                 return self.end(seq, Finish.ERROR, now, NON_FINITE, NON_FINITE_CODE)
@@ -281,6 +288,12 @@ class Finalizer:
     def _end_failed(self, seq: Sequence, verdict: Verdict, now: float) -> Output:
         code = verdict.code or GRAMMAR_FAILED
         return self.end(seq, Finish.ERROR, now, verdict.error, code, verdict.field)
+
+
+def _of_feature(name: str, what: str) -> tuple[str, str | None, str]:
+    """Message, code and field: of a request that leaves nothing, or of a feature that is broken."""
+    kind = NothingAllowed if what == NOTHING_LEFT else StepFeatureFailed
+    return f"the step feature {name} {what}", kind.code, f"extra_args.{name}"
 
 
 def roll_back(seq: Sequence, n: int) -> None:

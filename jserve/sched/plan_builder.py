@@ -34,11 +34,13 @@ class PlanBuilder:
         prefill_rows: int,
         chunk: int,
         loads_text: bool = False,
+        slot_features: Seq[str] = (),
     ) -> None:
         self.tokens_left = tokens
         self.prefill_left = prefill_tokens
         self.prefill_rows_left = prefill_rows
         self.chunk, self.loads_text = chunk, loads_text
+        self.slot_features = slot_features
         self.n_prefill = 0
         """Tokens of prefill rows so far."""
         self.n_draft = 0
@@ -172,7 +174,8 @@ class PlanBuilder:
     def load(self, seq: Sequence) -> None:
         """Have what the slot holds of ``seq`` filled before the step's rows run, if anything reads it."""
         params = seq.request.params
-        if self.loads_text or params.loaded:
+        asks = any([name in params.extra_args for name in self.slot_features])
+        if self.loads_text or params.loaded or asks:
             self.loads.append(
                 SlotLoad(
                     slot=seq.slot,

@@ -282,6 +282,7 @@ class Scheduler:
             prefill_rows=self.limits.max_prefill_rows,
             chunk=self.resources.chunk,
             loads_text=self.limits.drafts_from_text,
+            slot_features=self.limits.slot_features,
         )
         self.decode_planner.fill(builder, len(self._in_flight), self.gate.n_context)
         self.prefill_planner.fill(builder, self.n_steps, now)
@@ -346,6 +347,7 @@ class Scheduler:
             self.resources.keep_running(name)
         else:
             self.speculation.lost()
+            self.versions.n_recomputed += sum(seq.scheduled for seq in self.resources.running)
             self.resources.requeue_all(weights=name)
 
     def recover(self, plans: Iterable[StepPlan], error: str, now: float) -> list[Output]:
@@ -447,4 +449,5 @@ class Scheduler:
             "queue_seconds": self.gate.queue_s(),
             "step_slowness": self.slowness.value,
             "prefill_tokens_total": float(self.n_prefilled),
+            "weight_recomputed_tokens_total": float(self.versions.n_recomputed),
         }

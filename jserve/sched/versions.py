@@ -22,12 +22,14 @@ class WeightVersions:
         old_version: of those in ``ending``.
         ending: sequences that end under the weights of before; no others find their KV, nor they that of others.
         old_turn: the plan at hand is theirs.
+        n_recomputed: counter, tokens of running sequences whose KV was computed anew for other weights.
     """
 
     def __init__(self) -> None:
         self.version = self.old_version = FIRST_WEIGHTS
         self.ending: set[Sequence] = set()
         self.old_turn = False
+        self.n_recomputed = 0
 
     def replace(self, version: str, ending: Iterable[Sequence] = ()) -> None:
         """Other weights, of that name, for all but ``ending``."""

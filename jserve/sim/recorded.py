@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -316,9 +317,9 @@ class _Tape:
             return None
         event = self.events[self.at]
         self.at += 1
-        if isinstance(event, journal.Recovered):
+        if isinstance(event, journal.Recovered | journal.Operated):
             raise ConfigError(
-                f"journal {self.path}: event {self.at} is a fault or a swap of weights,"
+                f"journal {self.path}: event {self.at} is a fault, a swap of weights or an operator's pause,"
                 " which the simulator does not repeat",
                 field="trace",
             )
@@ -351,6 +352,9 @@ class _Tape:
 
     def recover(self, now: float, error: str) -> None:
         raise Diverged(f"event {self.at}: the simulator has a fault: {error}")
+
+    def operated(self, now: float, action: str, running: str, parts: Seq[str]) -> None:
+        raise Diverged(f"event {self.at}: the simulator has no operator, and there was {action}")
 
     def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None:
         raise Diverged(f"event {self.at}: the simulator has no weights, and they became {version}")

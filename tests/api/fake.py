@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -79,6 +80,7 @@ class FakeEngine:
         fail_at: the output number at which ``failure`` is yielded instead.
         refuse: raised by ``generate`` before anything else.
         slow_after: from this output number on, wait ``slow_s``.
+        update_at: from this output number on, the weights are "new".
     """
 
     def __init__(self, texts: tuple[str, ...] = ("Hello, wörld! 🙂",)) -> None:
@@ -87,6 +89,7 @@ class FakeEngine:
         self.first_delay = self.delay = 0.0
         self.stall_after: int | None = None
         self.fail_at: int | None = None
+        self.update_at: int | None = None
         self.failure: dict = {"error": "a step failed", "error_code": "engine_step_failed"}
         self.refuse: Exception | None = None
         self.raise_at: tuple[int, Exception] | None = None
@@ -207,7 +210,9 @@ class FakeEngine:
                     script.clear()
                     yield Output(request_id=request.id, index=index, finish=Finish.ABORT)
                     continue
-                yield script.pop(0)
+                new = self.update_at is not None and number >= self.update_at
+                output = script.pop(0)
+                yield msgspec.structs.replace(output, weights="new") if new else output
                 number += 1
 
     def script(self, request: Request, index: int) -> list[Output]:

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from jserve import cli_options
+from jserve import LLM, SamplingParams, cli_options
 from jserve.build import shipped
 from jserve.cli import app
 from jserve.config import EngineConfig
@@ -26,6 +26,8 @@ BLOCKS = blocks("sh", "bash")
 COMMANDS = [(b, words) for b in BLOCKS for words in b.commands()]
 ELSEWHERE = {"serve": "tests/whole/test_serve.py", "chat": "tests/test_cli.py"}
 """Commands that do not end by themselves: other tests run them."""
+RESEARCH = ("compile", "manifest", "replay")
+"""Of a tiny model, in the order of the page."""
 LONG = ("bench", "convert", "generate", "quality", "quantize", "run-batch", "simulate")
 FILES = ("in.jsonl", "out.jsonl", "out/", "steps.json", "report.json")
 LINE = {
@@ -82,7 +84,7 @@ def parsed(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", of("jserve"))
 def test_each_of_them_runs_in_some_test(words: list[str]) -> None:
-    assert words[1] in ("env", "plan", *LONG, *ELSEWHERE)
+    assert words[1] in ("env", "plan", *LONG, *RESEARCH, *ELSEWHERE)
     assert words[1] not in ELSEWHERE or words[1] in (ROOT / ELSEWHERE[words[1]]).read_text()
 
 
@@ -107,6 +109,23 @@ def test_long_ones_run(words: list[str], tmp_path: Path, monkeypatch) -> None:
     model, files = str(shipped()), FILES
     places = {"path/to/hf-model": model, "my-model": model} | {f: str(tmp_path / f) for f in files}
     ran([places.get(word, word) for word in words])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_programs_are_listed_and_a_journal_is_computed_again(
+    tiny_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128}
+    with LLM(str(tiny_dir), journal="run.journal", load_format="dummy", **small) as llm:
+        llm.generate(["the fox", "a dog"], SamplingParams(max_tokens=8, logprobs=1))
+    for param in of("jserve"):
+        [words] = param.values
+        if words[1] in RESEARCH:
+            ran([str(tiny_dir) if word == "my-model" else word for word in words])
+        if words[1] == "compile":
+            (tmp_path / "other.json").write_bytes((tmp_path / "manifest.json").read_bytes())
 
 
 def ran(words: list[str]) -> None:

@@ -116,12 +116,26 @@ def test_probe(in_root: Callable, capsys) -> None:
     assert not said["steered by 4"].startswith("'<think>'")
 
 
+MODULES = ("own_module", "own_linen", "own_equinox")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_own_module(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_other_libraries(name: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "own_equinox":
+        pytest.importorskip("equinox")
     monkeypatch.setattr(families, "_FAMILIES", {**families._FAMILIES})
-    start("own_module")
+    start(name)
     assert capsys.readouterr().out.count("24 tokens are those of the module's own loop") == 2
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_serving_a_module_takes_few_lines(name: str) -> None:
+    tree = ast.parse((ROOT / "examples" / f"{name}.py").read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    register = functions["register"]
+    assert 0 < (register.end_lineno or 0) - register.lineno < 40
 
 
 @pytest.mark.slow

@@ -173,4 +173,5 @@ def test_stats_are_those_of_the_scheduler():
     engine.step()
     stats = engine.stats()
     assert (stats.step, stats.running, stats.in_flight) == (0, 1, 1)
-    assert stats.values == {"resets_total": 0, "weight_updates_total": 0, "paused": 0}
+    updates = {"weight_updates_total": 0, "weight_update_seconds_total": 0}
+    assert stats.values == {"resets_total": 0, "paused": 0} | updates

@@ -18,7 +18,7 @@ from jserve.engine.wire import Control
 from jserve.errors import ConfigError, WeightsError
 from jserve.kv_layout import Span
 from jserve.sampling import SamplingParams
-from jserve.sched.record.journal import JournalFile
+from jserve.sched.record.journal import JournalFile, Operated, read_events
 from jserve.sched.record.replay import replay
 from jserve.sched.scheduler import Scheduler
 from jserve.testing.group_rows import GroupRow
@@ -119,9 +119,11 @@ class WeighedRunner(FakeRunner):
         return [seen ^ mix(self.weights) for seen in super()._seen_N(pages, start, n)]
 
 
-def next_token(request: Request, tokens: list[int], weights: int) -> int:
+def next_token(
+    request: Request, tokens: list[int], weights: int, *, vocab_size: int = LIMITS.vocab_size
+) -> int:
     """What an engine that never had other ``weights`` draws after ``tokens``."""
-    fresh = WeighedRunner()
+    fresh = WeighedRunner(dataclasses.replace(LIMITS, vocab_size=vocab_size))
     fresh.weights = weights
     n, Z = len(tokens), LIMITS.page_size
     pages = [
@@ -465,6 +467,49 @@ def test_a_journal_with_other_weights_replays(seed: int, tmp_path: Any) -> None:
     again = replay(path, LIMITS, CONFIG)
     assert again.n_steps == engine.scheduler.n_steps
     assert sorted(again.outputs, key=repr) == sorted(outputs, key=repr)
+
+
+def test_a_journal_with_pauses_and_sleep_replays(tmp_path: Any) -> None:
+    path, commands = tmp_path / "journal.jsonl", ["pause", "resume", "sleep", "wake"]
+    with path.open("wb") as file:
+        engine = engine_of(journal=JournalFile(file))
+        for r in workload(random.Random(3)):
+            engine.submit(r)
+        outputs = engine.step() + engine.step()
+        for action in commands:
+            outputs += told(engine, action, running="keep" if action == "pause" else "")[1]
+        told(engine, "pause", running="abort")
+        told(engine, "resume")
+        outputs += engine.drain()
+    noted = [e for e in read_events(path) if isinstance(e, Operated)]
+    assert [e.action for e in noted] == [*commands, "pause", "resume"]
+    assert [e.running for e in noted] == ["keep", "", "", "", "abort", ""]
+    assert [e.parts for e in noted[2:4]] == [["kv", "weights"]] * 2
+    assert [e.now for e in noted] == sorted(e.now for e in noted)
+    again = replay(path, LIMITS, CONFIG)
+    assert again.n_steps == engine.scheduler.n_steps
+    assert len(again.outputs) >= len(outputs)
+
+
+def test_seconds_and_recomputed_tokens_of_updates_are_counted() -> None:
+    engine, params = engine_of(strict=False), SamplingParams(temperature=0, max_tokens=30)
+    engine.submit(Request(id="a", prompt_ids=(1, 2, 3, 4), params=params))
+    for _ in range(4):
+        engine.step()
+    told(engine, "update_weights", source=1, running="mix")
+    values = engine.stats().values
+    assert values["weight_recomputed_tokens_total"] == 0
+    took = values["weight_update_seconds_total"]
+    assert took > 0
+    engine.land()
+    [seq] = engine.scheduler.groups["a"]
+    computed = seq.scheduled
+    assert computed > 4
+    ask(engine, "update_weights", source=2, running="recompute")
+    engine.step()
+    values = engine.stats().values
+    assert values["weight_recomputed_tokens_total"] == computed
+    assert values["weight_update_seconds_total"] > took
 
 
 async def test_an_engine_in_a_thread_takes_arrays_and_its_outputs_are_not_merged_across_versions() -> (

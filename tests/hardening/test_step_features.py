@@ -11,6 +11,7 @@ import pytest
 
 from jserve import commands
 from jserve.config import EngineConfig
+from jserve.types import NOTHING_LEFT
 from tests.api import fake
 from tests.hardening.world import CHAT, COMP, World, world
 
@@ -139,3 +140,29 @@ async def test_what_no_feature_takes_is_refused_by_name(
         assert answer["error"]["param"] == f"vllm_xargs.{name}"
         assert answer["error"]["message"].startswith(f"vllm_xargs.{name}: ")
         assert word in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("what", "status", "code"),
+    [(NOTHING_LEFT, 400, "nothing_allowed"), ("gives NaN", 500, "step_feature_failed")],
+)
+async def test_a_processor_that_leaves_nothing_or_is_broken_ends_its_row_by_name(
+    made: World, path: str, what: str, status: int, code: str
+) -> None:
+    collect = made.runners[-1].collect
+
+    def faulty(flight: Any) -> Any:
+        result = collect(flight)
+        rows = [row.choice.request.params.extra_args for row in flight.plan.rows]
+        bad = [r for r, asked in enumerate(rows) if "echo" in asked]
+        finite_R = result.finite_R.copy()
+        finite_R[bad] = False
+        return replace(result, finite_R=finite_R, faults=dict.fromkeys(bad, ("echo", what)))
+
+    made.runners[-1].collect = faulty
+    told, answer, _ = await made.srv.post(path, BODIES[path] | ECHO)
+    error = answer["error"]
+    assert (told, error["code"], error["param"]) == (status, code, "vllm_xargs.echo")
+    assert error["message"] == f"the step feature echo {what}"
+    assert (await made.srv.post(path, BODIES[path]))[0] == 200

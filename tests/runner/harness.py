@@ -236,7 +236,8 @@ class Rig:
                 if not live.loaded:
                     live.loaded = True
                     params = live.job.params
-                    if params.loaded:
+                    asks = [name in params.extra_args for name in limits.slot_features]
+                    if params.loaded or any(asks):
                         loads.append(
                             SlotLoad(
                                 slot=seq.slot,

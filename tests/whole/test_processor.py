@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jserve import LLM, RowView, SamplingParams, logits_processor
-from jserve.errors import BadRequest, ConfigError
+from jserve import (
+    LLM,
+    RowView,
+    SamplingParams,
+    StructuredOutputs,
+    logits_processor,
+    row_state,
+    sampler,
+)
+from jserve.errors import BadRequest, ConfigError, NothingAllowed
 from jserve.model import features
 from jserve.model.features import register_feature
 from jserve.model.hand import step_model
@@ -42,6 +53,15 @@ def llm(tiny_dir: Path) -> Iterator[LLM]:
         register_feature(logits_processor("only", only, plus=1.0))
         register_feature(logits_processor("unlike", unlike, by=0.0))
         register_feature(logits_processor("halves", lambda x_V, row: x_V / 2))
+        seen = row_state(np.zeros(320, bool), lambda seen_V, token: seen_V.at[token].set(True))
+        register_feature(
+            logits_processor(
+                "once", lambda x_V, row: jnp.where(row.state, -jnp.inf, x_V), state=seen
+            )
+        )
+        register_feature(
+            sampler("mine", lambda x_V, key, row: jax.random.categorical(key, x_V / 0.5))
+        )
         options = {**SMALL_OPTIONS, "max_num_seqs": 4}
         with LLM(
             str(tiny_dir), **options, dtype="float32", speculative={"method": "ngram"}
@@ -49,8 +69,9 @@ def llm(tiny_dir: Path) -> Iterator[LLM]:
             yield engine
 
 
-def params(temperature: float = 0.0, **extra: Any) -> SamplingParams:
+def params(temperature: float = 0.0, structured: Any = None, **extra: Any) -> SamplingParams:
     return SamplingParams(
+        structured_outputs=structured,
         temperature=temperature,
         seed=5,
         max_tokens=12,
@@ -86,6 +107,39 @@ def test_rows_that_ask_draw_from_what_it_gives(llm: LLM) -> None:
     raw = outs[1].outputs[0].logprobs[0][tokens[1][0]].logprob
     assert raw < -1.0, "log-probabilities are the model's"
     assert outs[1].outputs[0].extra == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_state_and_a_key_are_the_same_after_a_recompute_and_behind_forced_tokens(
+    llm: LLM,
+) -> None:
+    """A state is folded anew, of all tokens so far."""
+    asked = params(1.0, once=True, mine=True)
+    [whole] = llm.generate([PROMPT], asked, use_tqdm=False)
+    tokens = list(whole.outputs[0].token_ids)
+    assert len({*tokens}) == len(tokens) == 12
+    text = ""
+    for i, piece in enumerate(llm.stream(PROMPT, asked)):
+        text += piece
+        if i in (4, 7):
+            llm._engine.swap(lambda: None)  # type: ignore[attr-defined]
+    assert text == whole.outputs[0].text
+    digits = StructuredOutputs(regex="the (quick|lazy) [0-9]{8}")
+    guided = params(1.0, once=True, mine=True, structured=digits)
+    [out] = llm.generate([PROMPT], guided, use_tqdm=False)
+    ids = out.outputs[0].token_ids
+    assert len({*ids}) == len(ids)
+    assert re.fullmatch("the (quick|lazy) [0-9]*", out.outputs[0].text)
+
+
+@pytest.mark.slow
+def test_a_processor_that_leaves_nothing_is_named(llm: LLM) -> None:
+    banned = dataclasses.replace(params(only={"plus": 7}), allowed_token_ids=(1, 2))
+    with pytest.raises(NothingAllowed, match="step feature only leaves no token") as caught:
+        llm.generate([PROMPT, PROMPT], [params(), banned], use_tqdm=False)
+    assert caught.value.field == "extra_args.only"
+    assert len(llm.generate([PROMPT], params(), use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ class ChatReply:
     def _whole_choice(self, number: int, choice: Whole) -> Json:
         parser = self._parsers[number]
         parsed = parser.feed("".join(choice.text), choice.token_ids, last=True)
-        return {
+        found = {
             "index": number,
             "message": self._message(parser, parsed),
             "logprobs": self._logprobs(choice.logprobs) if self._body.logprobs else None,
@@ -120,7 +120,8 @@ class ChatReply:
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
-        } | _extra(choice)
+        }
+        return found | self._versions(choice) | _extra(choice)
 
     def _deltas(self, parser: ChoiceParser, parsed: ParsedDelta) -> list[Json]:
         """The deltas that a stream's next piece adds, a call's beginning and its arguments apart; none while
@@ -158,7 +159,12 @@ class ChatReply:
             found["logprobs"] = self._logprobs(piece.logprobs or ())
         if self._body.return_token_ids:
             found["token_ids"] = list(piece.token_ids)
-        return found | _extra(piece)
+        return found | self._versions(piece) | _extra(piece)
+
+    def _versions(self, part: TextPiece | Whole) -> Json:
+        """The weights that drew the tokens, where their ids are asked for."""
+        asked = self._body.return_token_ids
+        return {"weight_versions": part.weight_versions} if asked else {}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
         return self._writer.chat(entries, self._body.top_logprobs or 0)

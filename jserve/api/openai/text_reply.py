@@ -56,7 +56,7 @@ class CompletionReply:
         if piece.first:
             choice["seed"] = piece.seed
         if self._body.return_token_ids:
-            choice |= self._ids(piece.prompt, piece.token_ids, first=piece.first)
+            choice |= self._ids(piece, first=piece.first)
         choice |= self._extra(piece)
         if piece.finish is not None:
             choice |= {"finish_reason": self._finish(piece.finish.value)}
@@ -87,7 +87,7 @@ class CompletionReply:
         choice["seed"] = whole.seed
         choice |= {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
         if self._body.return_token_ids:
-            choice |= self._ids(whole.prompt, whole.token_ids, first=True)
+            choice |= self._ids(whole, first=True)
         choice |= self._extra(whole)
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._writer.prompt(whole.prompt_logprobs or ())
@@ -126,10 +126,12 @@ class CompletionReply:
             self._offsets[number] = end
         return shape
 
-    def _ids(self, prompt: int, token_ids: Sequence[int], *, first: bool) -> Json:
-        found: Json = {"token_ids": [] if self._only_prompt else list(token_ids)}
+    def _ids(self, part: TextPiece | Whole, *, first: bool) -> Json:
+        found: Json = {"token_ids": [], "weight_versions": []}
+        if not self._only_prompt:
+            found = {"token_ids": list(part.token_ids), "weight_versions": part.weight_versions}
         if first:
-            found["prompt_token_ids"] = list(self._requests[prompt].prompt_ids)
+            found["prompt_token_ids"] = list(self._requests[part.prompt].prompt_ids)
         return found
 
     def _extra(self, part: TextPiece | Whole) -> Json:

@@ -129,6 +129,8 @@ _HELP = {
     "kv_transfer_pages_sent_total": "KV pages that went to other engines over TCP.",
     "paused": "1 while an operator holds new requests back.",
     "weight_updates_total": "Times that the weights were replaced.",
+    "weight_update_seconds_total": "Seconds that replacing the weights took, in which no step was launched.",
+    "weight_recomputed_tokens_total": "Tokens of running sequences whose KV was computed anew for other weights.",
     "prefill_tokens_total": "Tokens planned to be computed before their sequence decodes, recomputed ones too.",
     "offered_seconds_total": "Work of admitted requests, in device seconds of a full engine.",
     "saved_seconds_total": "Device seconds of prefill that the prefix cache saved.",

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jserve.api.http.errors import Aborted
 from jserve.api.request.parsed import Usage
 from jserve.engine.face import EngineFace
-from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed, error_of
+from jserve.errors import (
+    EngineDead,
+    JserveError,
+    NotReady,
+    RequestFailed,
+    StepFeatureFailed,
+    error_of,
+)
 from jserve.faults import point
 from jserve.text.stream import TextStream
 from jserve.text.tokenizer import TextTokenizer
@@ -59,6 +66,14 @@ class TextPiece:
     seed: int | None = None
     weights: str = FIRST_WEIGHTS
     """The version of the weights that drew it."""
+    at: int = 0
+    """Tokens of the choice before it."""
+
+    @property
+    def weight_versions(self) -> list[Json]:
+        """The tokens of the piece that its weights drew, as places in those of the choice."""
+        span = {"version": self.weights, "start": self.at, "end": self.at + len(self.token_ids)}
+        return [span] if self.token_ids else []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,6 +188,7 @@ class Generation:
         if not choice.started:
             choice.attempt = output.attempt
         self.resumed = self.resumed or output.attempt != choice.attempt
+        at = choice.text.n_tokens
         text, n_tokens, finish, reason = _advance(choice.text, output)
         self._drafted += output.n_drafted
         self._accepted += min(
@@ -195,6 +211,7 @@ class Generation:
             first=first,
             seed=output.seed,
             weights=output.weights,
+            at=at,
         )
 
 
@@ -257,6 +274,6 @@ def failure(output: Output) -> JserveError:
 
 def hidden(error: JserveError) -> JserveError:
     """A fault in words for a client: its own may name files or hold a prompt."""
-    if isinstance(error, EngineDead):
+    if isinstance(error, EngineDead | StepFeatureFailed):
         return error
     return RequestFailed("the engine failed on this request", code=error.code)

@@ -52,6 +52,8 @@ class Whole:
     finish: str | None = None
     stop_reason: int | str | None = None
     prompt: int = 0
+    weight_versions: list[Json] = field(default_factory=list)
+    """The weights that drew ``token_ids``, one span after the other."""
 
     def add(self, piece: TextPiece) -> None:
         self.text.append(piece.text)
@@ -60,6 +62,11 @@ class Whole:
         for name, values in (piece.extra or {}).items():
             self.extra.setdefault(name, []).extend(values)
         self.prompt = piece.prompt
+        for span in piece.weight_versions:
+            if self.weight_versions and self.weight_versions[-1]["version"] == span["version"]:
+                self.weight_versions[-1]["end"] = span["end"]
+            else:
+                self.weight_versions.append(span)
         if piece.first:
             self.seed, self.prompt_logprobs = piece.seed, piece.prompt_logprobs
             self.prompt_extra = piece.prompt_extra

@@ -20,6 +20,7 @@ One line per event, in order; ``plan`` lines hold the decision, which a replay c
     {"type": "guided", "id": "r1", "index": 0, "forced": [5, 6], "ended": false, ...}
     {"type": "recover", "now": 5.0, "error": "..."}
     {"type": "weights", "now": 6.0, "version": "step-7", "keep": false, "name": "..."}
+    {"type": "operated", "now": 7.0, "action": "pause", "running": "keep", "parts": []}
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
     picked: Array | None = None
     extra: dict[str, dict[int, list[Any]]] = {}
     prompt_extra: dict[str, dict[int, list[Any]]] = {}
+    faults: dict[int, tuple[str, str]] = {}
 
     def result(self) -> StepResult:
         return StepResult(
@@ -221,6 +223,7 @@ class Committed(msgspec.Struct, frozen=True, tag="commit"):
             prompt={r: _scores_of(s) for r, s in self.prompt.items()},
             extra=self.extra,
             prompt_extra=self.prompt_extra,
+            faults=self.faults,
             device_us=self.device_us,
         )
 
@@ -270,9 +273,20 @@ class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
     """All sequences of before end under the old weights."""
 
 
+class Operated(msgspec.Struct, frozen=True, tag="operated"):
+    """An operator paused the engine, let it go on, put parts to sleep or woke them."""
+
+    now: float
+    action: str
+    running: str = ""
+    """Of a pause: the fate of running requests."""
+    parts: list[str] = []
+    """Of sleep and wake: what was on the device, or was not."""
+
+
 Handled = Created | Renewed | Dropped
 Disk = Stored | Fetched
-Ended = Expired | Recovered | Reweighed
+Ended = Expired | Recovered | Reweighed | Operated
 Event = Started | Arrival | Cancelled | Handled | Disk | Planned | Committed | Guided | Ended
 
 
@@ -350,6 +364,7 @@ class JournalFile:
                 prompt={r: _logged_scores(s) for r, s in result.prompt.items()},
                 extra=_listed(result.extra),
                 prompt_extra=_listed(result.prompt_extra),
+                faults=dict(result.faults),
                 device_us=result.device_us,
             )
         )
@@ -366,6 +381,9 @@ class JournalFile:
 
     def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None:
         self._write(Reweighed(now=now, version=version, name=name, keep=keep, beside=beside))
+
+    def operated(self, now: float, action: str, running: str, parts: Seq[str]) -> None:
+        self._write(Operated(now=now, action=action, running=running, parts=list(parts)))
 
     def _write(self, event: Event) -> None:
         self._file.write(self._encoder.encode(event) + b"\n")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
 from jserve.ports import Guide, Guides, InFlight, Proposer, Runner, RunnerLimits, Verdict
@@ -28,6 +30,7 @@ from jserve.sched.record.journal import (
     Expired,
     Fetched,
     Guided,
+    Operated,
     Planned,
     Recovered,
     Renewed,
@@ -53,6 +56,29 @@ class Diverged(JserveError):
     code = "replay_diverged"
 
 
+@dataclass(slots=True)
+class LogprobBits:
+    """A comparison of log-probabilities of drawn tokens, bit by bit."""
+
+    n: int = 0
+    n_other: int = 0
+    first: str = ""
+    """The place of the first that differs, and both values."""
+    largest: float = 0.0
+    """The largest difference."""
+
+    def compare(self, where: str, recorded: np.ndarray, made: np.ndarray) -> None:
+        """Take in float32[n] each."""
+        self.n += len(recorded)
+        other = np.flatnonzero(recorded.view(np.int32) != made.view(np.int32))
+        if not len(other):
+            return
+        then, now = float(recorded[other[0]]), float(made[other[0]])
+        self.first = self.first or f"{where}, token {other[0]}: {then!r} then, {now!r} now"
+        self.n_other += len(other)
+        self.largest = max(self.largest, float(np.max(np.abs(recorded - made))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """A replay that agreed with its journal."""
@@ -62,6 +88,8 @@ class Replayed:
     outputs: list[Output]
     n_tokens: int = 0
     """Computed again on a device."""
+    bits: LogprobBits
+    """How their log-probabilities, of requests that asked for them, compare."""
     until: str = ""
     """The reason that no more were; empty: nothing was left."""
 
@@ -99,7 +127,7 @@ def replay(
     n_events = 0
     for event in read_events(Path(path)):
         n_events += 1
-        if isinstance(event, Guided | Started):
+        if isinstance(event, Guided | Operated | Started):
             continue
         if isinstance(event, Planned):
             guides.decision = event.decision
@@ -118,6 +146,7 @@ def replay(
         n_steps=scheduler.n_steps,
         outputs=outputs,
         n_tokens=device.n_tokens,
+        bits=device.bits,
         until=device.until,
     )
 
@@ -131,6 +160,7 @@ class _Device:
 
     def __init__(self, runner: Recomputing | None) -> None:
         self.n_tokens, self.until = 0, ""
+        self.bits = LogprobBits()
         self._runner = runner
         self._flights: dict[int, InFlight] = {}
 
@@ -149,7 +179,7 @@ class _Device:
         if isinstance(event, Committed):
             flight = self._flights.pop(event.step)
             self.n_tokens += _compare_tokens(
-                line, flight.plan, event.result(), self._runner.collect(flight)
+                line, flight.plan, event.result(), self._runner.collect(flight), self.bits
             )
         elif isinstance(event, Recovered):
             self._flights.clear()
@@ -160,19 +190,24 @@ class _Device:
             self.until = f"line {line}: pages were read from disk"
 
 
-def _compare_tokens(line: int, plan: StepPlan, recorded: StepResult, made: StepResult) -> int:
-    """Tokens that are equal, which are all."""
+def _compare_tokens(
+    line: int, plan: StepPlan, recorded: StepResult, made: StepResult, bits: LogprobBits
+) -> int:
+    """Tokens that are equal, which are all; their log-probabilities go to ``bits``."""
     n = 0
     for r, row in enumerate(plan.rows):
         if not row.emits:
             continue
         told, again = (one.tokens_RJ[r, : one.n_ok_R[r]].tolist() for one in (recorded, made))
+        choice = row.choice
+        where = (
+            f"line {line}: step {plan.id}, request {choice.request.id!r}, choice {choice.index},"
+            f" behind position {row.start}"
+        )
         if told != again:
-            where = f"step {plan.id}, request {row.choice.request.id!r}, choice {row.choice.index}"
-            raise Diverged(
-                f"line {line}: {where}, behind position {row.start}:"
-                f" the journal has tokens {told}, the device {again}"
-            )
+            raise Diverged(f"{where}: the journal has tokens {told}, the device {again}")
+        if choice.request.params.shows_logprobs:
+            bits.compare(where, *(one.logprob_RJ[r, : len(told)] for one in (recorded, made)))
         n += len(told)
     return n
 

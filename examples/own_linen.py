@@ -1,0 +1,116 @@
+"""A transformer of one's own, in flax.linen, served: grouped heads and rotary positions, both its own code.
+
+python examples/own_linen.py
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import jserve
+from jserve import SamplingParams, family_of, register_family
+from jserve.build import shipped
+
+V, D, L, N, K, H, CONTEXT = 2048, 64, 3, 4, 2, 16, 256
+
+
+def rotary(x_TNH: jax.Array, pos_T: jax.Array) -> jax.Array:
+    turn_TH = pos_T[:, None] * 10000.0 ** (-jnp.arange(H // 2) / (H // 2))
+    cos, sin = jnp.cos(turn_TH)[:, None], jnp.sin(turn_TH)[:, None]
+    a, b = jnp.split(x_TNH, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class Block(nn.Module):
+    """One layer; ``attend`` is whatever gives a token what it sees."""
+
+    layer: int
+
+    @nn.compact
+    def __call__(self, x_TD: jax.Array, pos_T: jax.Array, attend) -> jax.Array:
+        y_TD = nn.RMSNorm()(x_TD)
+        q = nn.DenseGeneral((N, H), use_bias=False, name="q")(y_TD)
+        k, v = (nn.DenseGeneral((K, H), use_bias=False, name=name)(y_TD) for name in "kv")
+        o_TNH = attend(self.layer, rotary(q, pos_T), rotary(k, pos_T), v)
+        x_TD = x_TD + nn.DenseGeneral(D, axis=(-2, -1), use_bias=False, name="out")(o_TNH)
+        return x_TD + nn.Dense(D)(nn.gelu(nn.Dense(4 * D)(nn.RMSNorm()(x_TD))))
+
+
+class Transformer(nn.Module):
+    def setup(self) -> None:
+        self.tokens = nn.Embed(V, D)
+        self.blocks = [Block(i) for i in range(L)]
+        self.norm = nn.RMSNorm()
+
+    def __call__(self, tok_T: jax.Array, pos_T: jax.Array, attend) -> jax.Array:
+        x_TD = self.tokens(tok_T)
+        for block in self.blocks:
+            x_TD = block(x_TD, pos_T, attend)
+        return self.norm(x_TD)
+
+    def logits(self, x_TD: jax.Array) -> jax.Array:
+        return self.tokens.attend(x_TD)
+
+
+def causal(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention of one text, as it is trained."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@jax.jit
+def following(params, tok_T: jax.Array) -> jax.Array:
+    """int32[T]: the likeliest token after each."""
+    x_TD = Transformer().apply({"params": params}, tok_T, jnp.arange(len(tok_T)), causal)
+    logits_TV = Transformer().apply({"params": params}, x_TD, method="logits")
+    return logits_TV.argmax(axis=-1)
+
+
+def greedy(params, ids: list[int], n: int) -> list[int]:
+    """The module's own loop: all anew for each token, in a text that is filled up."""
+    for _ in range(n):
+        rest = [0] * (CONTEXT - len(ids))
+        ids = [*ids, int(following(params, jnp.array([*ids, *rest]))[len(ids) - 1])]
+    return ids[-n:]
+
+
+def register(params) -> None:
+    """All that serving it takes."""
+    module = Transformer()
+    register_family(
+        family_of(
+            "Linen",
+            lambda params, *given: module.apply({"params": params}, *given),
+            params,
+            logits=lambda params, x_ED: module.apply({"params": params}, x_ED, method="logits"),
+            vocab=V,
+            layers=L,
+            heads=N,
+            kv_heads=K,
+            head_dim=H,
+            context=CONTEXT,
+        )
+    )
+
+
+def main() -> None:
+    tok_T = jnp.arange(8)
+    params = Transformer().init(jax.random.key(0), tok_T, tok_T, causal)["params"]
+    register(params)
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps({"architectures": ["Linen"]}))
+        options = {"tokenizer": str(shipped()), "dtype": "float32", "max_num_seqs": 4}
+        with jserve.LLM(directory, params=params, **options) as llm:
+            asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+            outs = llm.generate(["One, two, three,", "The sky is"], asked, use_tqdm=False)
+    for out in outs:
+        tokens = list(out.outputs[0].token_ids)
+        assert tokens == greedy(params, out.prompt_token_ids, 24)
+        print(len(tokens), "tokens are those of the module's own loop:", tokens[:8], "...")
+
+
+if __name__ == "__main__":
+    main()
