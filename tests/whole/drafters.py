@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from jserve.model.arch import resized
 from jserve.model.draft_tree import TreeShape
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
-from jserve.model.shard import ShardRules
+from jserve.model.shard import ShardRules, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.runner import ModelRunner
@@ -34,6 +35,8 @@ TREES = KINDS[:-1]
 def itself(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
     """The target as its own draft model: every draft is right, of a tree one branch."""
     drafter = draft_model(family_for(equal.TINY), arch, arch)
+    places = shardings(drafter.specs(mesh.shape["tp"]), mesh, ShardRules())
+    params = jax.device_put(params, places)
     return LoadedDrafter(drafter=drafter, params=params, n_draft=3, tree=tree)
 
 
@@ -69,10 +72,13 @@ MAKERS: dict[str, Callable[..., LoadedDrafter]] = {
 
 
 @lru_cache
-def drafting(kind: str, tree: TreeShape = (), tp: int = 1) -> ModelRunner:
+def drafting(
+    kind: str, tree: TreeShape = (), tp: int = 1, sharding: str | None = None
+) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
     wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, features=(SCORE,))
-    return equal.make_runner(tp, partial(MAKERS[kind], tree=tree), (wide,))
+    drafter = partial(MAKERS[kind], tree=tree)
+    return equal.make_runner(tp, drafter, (wide,), sharding=sharding)
 
 
 class Watching:

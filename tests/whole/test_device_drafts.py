@@ -4,6 +4,7 @@ them, each gets what it gets alone and undrafted. Pages are short, prefixes shar
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from typing import Any
 
@@ -26,13 +27,19 @@ SHAPES = {"draft": (), "eagle3": TREE}
 
 
 def check_workload(
-    plain: ModelRunner, kind: str, seed: int, tp: int = 1, *, preempts: bool = False
+    plain: ModelRunner,
+    kind: str,
+    seed: int,
+    tp: int = 1,
+    *,
+    preempts: bool = False,
+    sharding: str | None = None,
 ) -> Watching:
     rng = random.Random(seed)
     requests = equal.draw_requests(rng, f"d{seed}")
     alone = equal.alone(plain, requests)
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
-    device: Any = Watching(drafting(kind, SHAPES[kind], tp))
+    device: Any = Watching(drafting(kind, SHAPES[kind], tp, sharding))
     compare(equal.run(device, requests, way, rng, preempts=preempts), alone)
     return device
 
@@ -64,6 +71,31 @@ def test_any_way_of_running_equals_alone_many(runner, kind: str) -> None:
 def test_sharded_equals_one_device(runner, kind: str) -> None:
     for seed in range(60, 64):
         check_workload(runner, kind, seed, tp=2)
+
+
+SHARDINGS = {
+    "split": {
+        "mesh": {"tp": 2},
+        "logits": "split",
+        "residual": "split",
+        "sums": "weights",
+    },
+    "2D": {
+        "mesh": {"x": 2, "tp": 2},
+        "rules": {"embed": "x", "kv_heads": "tp", "ffn": "tp", "vocab": "tp"},
+        "residual": "split",
+    },
+    "auto": {"mesh": {"tp": 2}, "mode": "auto"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("kind", ["draft", "eagle3"])
+def test_any_sharding_equals_one_device(runner, kind: str, name: str) -> None:
+    sharding = json.dumps(SHARDINGS[name])
+    stood = [check_workload(runner, kind, seed, sharding=sharding).stood for seed in (300, 301)]
+    assert sum(stood) > (30 if kind == "draft" else 0)
 
 
 @pytest.mark.slow
