@@ -11,10 +11,11 @@ import jax
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.attention import KERNELS
 from jserve.model.shard import ShardRules, group_meshes, make_mesh, mesh_of
 from jserve.sharding import Sharding
 
-KERNEL_BACKENDS = ("native", "hopper", "hopper_fused")
+KERNEL_BACKENDS = ("native", *KERNELS)
 """Attention by kernels, which work on one device's share of the heads."""
 
 
