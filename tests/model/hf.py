@@ -77,6 +77,9 @@ def weights(model: Any) -> Any:
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], n: int) -> tuple[np.ndarray, list[int]]:
     """(logits of the prompt, n greedy tokens), with the model's own cache."""
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        # Without an image transformers 5.24 reads a field that its output lacks; the text model in it is what it runs.
+        model = model.language_model
     out = model(torch.tensor([prompt]), use_cache=True)
     first, tokens = out.logits[0].numpy(), []
     while True:
