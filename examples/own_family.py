@@ -21,14 +21,16 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.family import Family
 from jserve.model.hf_config import decoder_arch
+from jserve.model.hf_keys import every_key
 from jserve.model.hf_rope import rope
 from jserve.model.hf_values import boolean, integer, number, refuse
 from jserve.model.layers import Params, attend_normed, embed, unembed
 from jserve.model.shard import Axes, ParamSpec, Part
 
 
+@every_key
 def arch(config: Mapping[str, Any]) -> Arch:
-    """Every key is honoured or refused by name: ``decoder_arch`` sees to those of all decoders."""
+    """Every key is honoured or refused by name: ``every_key`` sees to those that nothing here reads."""
     for key, only in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
         if boolean(config, key, only) is not only:
             refuse(key, f"must be {only}")

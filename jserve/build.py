@@ -311,6 +311,7 @@ def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
     from jserve.model.families import family_for
+    from jserve.model.hf_text import is_multimodal, served_as_text
     from jserve.model.moe_specs import check_has_experts
     from jserve.model.quant import bytes_by_form, form_name, n_bytes
     from jserve.model.rope import for_context
@@ -327,6 +328,8 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     scheme = _scheme(config, source, dtype)
     family = quantised(family_for(source.config), scheme)
     arch = for_context(family.arch(source.config), config.model.max_model_len)
+    if is_multimodal(source.config):
+        log.info(served_as_text(source.config))
     mesh, rules = placement(config, mesh)
     check_has_experts(arch, rules, mesh.shape)
     config = partitionable(config, rules, mesh.devices.flat[0].platform)
@@ -356,6 +359,8 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         )
     speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     config = _with_attention(config, arch, dtype, mesh.devices.flat[0], speculation)
+    if reason := _loop_over_experts(config, arch, dtype, mesh.devices.flat[0].platform, scheme):
+        log.warning("experts: larger steps run a loop over them and no kernel: %s", reason)
     loaded = time.monotonic()
     with _program_files(config, mesh.devices.flat[0].platform) as files:
         runner = ModelRunner(
@@ -410,7 +415,7 @@ def _with_attention(
     asked for by name are tried first, and left out where they fail."""
     import dataclasses
 
-    from jserve.model.attention import unserved
+    from jserve.model.attention import KERNELS, unserved
     from jserve.runner import selftest
     from jserve.runner.sizes import attention_name, kv_dtype
 
@@ -420,13 +425,14 @@ def _with_attention(
     capability = getattr(device, "compute_capability", "")
     name = attention_name(arch, config, dtype, device.platform, capability, speculation)
     reason = unserved(capability) or "it does not serve this model with these options"
-    if name == "hopper":
-        kept, experts = kv_dtype(config, dtype), _experts(arch, config)
-        reason = selftest.fault(
-            selftest.command(name, arch.H, arch.N // arch.K, page_size, str(kept), experts)
-        )
-        name = "dense" if reason else name
-    if name == "dense":
+    experts = _experts(arch, config)
+    if name == "dense_experts" and experts is None:
+        name = "dense"
+    if name in KERNELS:
+        heads = (arch.H, arch.N // arch.K, page_size, str(kv_dtype(config, dtype)))
+        fault = selftest.fault(selftest.command(name, *heads, experts))
+        name, reason = ("dense", fault) if fault else (name, reason)
+    if name != "hopper":
         log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
     options = dataclasses.replace(config.device, attention_backend=name)
     return dataclasses.replace(config, device=options)
@@ -443,6 +449,28 @@ def _experts(arch: Any, config: EngineConfig) -> tuple[int, int] | None:
 
     F = widths[0] // config.device.tensor_parallel_size
     return (arch.D, F) if serves(arch.D, F) else None
+
+
+def _loop_over_experts(
+    config: EngineConfig, arch: Any, dtype: Any, platform: str, scheme: Any = None
+) -> str:
+    """The reason why a GPU runs a loop over experts where a step has more than a few; empty: it runs the kernel for
+    them, or there are none."""
+    from jserve.model.arch import Moe
+    from jserve.model.attention import KERNELS
+    from jserve.model.moe_hopper import unserved
+
+    found = dict.fromkeys(x.ffn for x in arch.layers if isinstance(x.ffn, Moe))
+    if platform == "cpu" or not found:
+        return ""
+    name = config.device.attention_backend
+    if name not in KERNELS:
+        return f"it is of attention_backend hopper and dense_experts, this is {name}"
+    if scheme is not None and not scheme.widened:
+        return f"it takes no weights in the form of {scheme.name}"
+    tp = config.device.tensor_parallel_size
+    reasons = (unserved(moe, arch.D, moe.F // tp, dtype) for moe in found)
+    return next(filter(None, reasons), "")
 
 
 def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:

@@ -293,7 +293,16 @@ class DeviceOptions:
     attention_backend: str = opt(
         "auto",
         "attention implementation",
-        choices=("auto", "ref", "xla", "native", "dense", "hopper", "hopper_fused"),
+        choices=(
+            "auto",
+            "ref",
+            "xla",
+            "native",
+            "dense",
+            "dense_experts",
+            "hopper",
+            "hopper_fused",
+        ),
     )
     kernels: str = opt(
         "auto",

@@ -94,6 +94,22 @@ class Module:
                     found[name] += 1
         return found
 
+    def bytes_read(self, label: str) -> dict[str, int]:
+        """Parameters whose path begins with ``label`` -> bytes that a run reads of them, where instructions only pick
+        from them what they pick."""
+        owner = {i.name: i.label for i in self.entry if i.label.startswith(label)}
+        found = dict.fromkeys(owner.values(), 0)
+        for i in self.entry:
+            touched = {owner[x] for x in i.operands if x in owner}
+            if i.op in _SAME_BUFFER:
+                owner |= dict.fromkeys([i.name], *touched) if len(touched) == 1 else {}
+                continue
+            for at, name in enumerate(i.operands):
+                if name in owner and name not in i.operands[:at]:
+                    picked = _picked(self._inside(i), at)
+                    found[owner[name]] += self._by_name[name].n_bytes if picked is None else picked
+        return found
+
     def size(self, label: str) -> int:
         """Bytes of the parameter with that path."""
         return next(i.n_bytes for i in self.entry if i.label == label)

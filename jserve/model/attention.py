@@ -17,7 +17,7 @@ import numpy as np
 from jserve.errors import ConfigError
 from jserve.kv_layout import Span
 from jserve.model import latent_pool
-from jserve.model.arch import Arch
+from jserve.model.arch import Arch, Moe
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import Bucket, StepDims, StepView
 
@@ -162,6 +162,7 @@ class AttentionBackend:
     has_chunks: False where it takes no chunks.
     decode:     kernels for the rest of a decode layer; None: XLA makes them.
     experts:    kernels for mixtures of experts; None: the forms of ``moe`` by platform.
+    for_experts: True where these are all that it has beyond another backend.
     check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
     """
@@ -181,6 +182,7 @@ class AttentionBackend:
     has_chunks: bool = True
     decode: DecodeKernels | None = None
     experts: ExpertKernel | None = None
+    for_experts: bool = False
     check: Callable[[int, Any, TreeShape], None] = lambda *_: None
 
     def pool_shape(self, heads: int, width: int, n_pages: int, page_size: int) -> tuple[int, ...]:
@@ -206,6 +208,11 @@ def check_layers(attention: AttentionBackend, arch: Arch, stored: Any, tree: Tre
     Raises:
         ConfigError: ``field`` is the option that asks for it.
     """
+    if attention.for_experts and not any(isinstance(layer.ffn, Moe) for layer in arch.layers):
+        raise ConfigError(
+            f"attention_backend {attention.name} is for models with experts, {arch.family} has none; dense serves it",
+            field="attention_backend",
+        )
     for kind in dict.fromkeys(layer.attn for layer in arch.layers):
         if kind.chunk and not attention.has_chunks:
             raise ConfigError(
@@ -228,13 +235,15 @@ _BACKENDS: dict[str, str] = {
     "xla": "jserve.model.attn_xla:XLA",
     "native": "jserve.model.attn_native:NATIVE",
     "dense": "jserve.model.attn_dense:DENSE",
+    "dense_experts": "jserve.model.attn_hopper:dense_experts",
     "hopper": "jserve.model.attn_hopper:hopper",
     "hopper_fused": "jserve.model.attn_hopper_fused:hopper_fused",
 }
 
-KERNELS = ("native", "hopper", "hopper_fused")
-"""Those whose reads and writes of KV are kernels, for the heads of one device."""
-
+OVER_HEADS = ("native", "hopper", "hopper_fused")
+"""Backends whose attention is kernels, for the heads of one device."""
+KERNELS = ("hopper", "hopper_fused", "dense_experts")
+"""Backends with kernels of Pallas, which run on a Hopper alone."""
 HOPPER = "9.0"
 """Compute capability of the devices that the kernels are written for."""
 MISCOMPILED = range(12080, 12091)
@@ -253,11 +262,10 @@ def candidates(
         native: whether the native kernels in use have attention.
 
     Raises:
-        ConfigError: ``native`` without them, or ``hopper`` or ``hopper_fused`` on a device that their kernels
-            cannot run on.
+        ConfigError: ``native`` without them, or one of ``KERNELS`` on a device that these cannot run on.
     """
     reason = "" if platform == "cpu" else unserved(capability)
-    if asked.startswith("hopper") and reason:
+    if asked in KERNELS and reason:
         raise ConfigError(f"attention_backend {asked}: {reason}", field="attention_backend")
     if asked == "native" and not native:
         raise ConfigError(
@@ -268,7 +276,7 @@ def candidates(
         return (asked,)
     if platform == "cpu":
         return ("native", "xla") if native else ("xla",)
-    return ("dense",) if reason else ("hopper", "dense")
+    return ("dense",) if reason else ("hopper", "dense_experts", "dense")
 
 
 def unserved(capability: str) -> str:

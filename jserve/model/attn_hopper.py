@@ -13,6 +13,7 @@ slowly for anything but tests.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError
 from jserve.model import moe_hopper
 from jserve.model.attention import AttendArgs, AttentionBackend, ExpertKernel, LayerKV
+from jserve.model.attn_dense import DENSE
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.kv_bytes import BYTES
 from jserve.model.kv_pool import kv_shape, move, write_kv
@@ -110,12 +112,7 @@ def hopper(platform: str) -> AttentionBackend:
     Raises:
         ConfigError: this jax is too old for the kernels.
     """
-    if jax.__version_info__ < (0, 11):
-        raise ConfigError(
-            f"attention_backend 'hopper' needs jax 0.11 or later, this is {jax.__version__}",
-            field="attention_backend",
-        )
-    interpret = interpreter() if platform == "cpu" else None
+    interpret = _interpreter(platform, "hopper")
     return AttentionBackend(
         name="hopper",
         kv_axis=1,
@@ -127,7 +124,30 @@ def hopper(platform: str) -> AttentionBackend:
         has_chunks=False,
         check=check,
         attend=partial(attend, interpret=interpret),
-        experts=ExpertKernel(
-            serves=moe_hopper.serves, form=partial(moe_hopper.grouped, interpret=interpret)
-        ),
+        experts=_experts(interpret),
     )
+
+
+def dense_experts(platform: str) -> AttentionBackend:
+    """``dense`` with the kernel for experts: for models whose attention the kernels do not serve.
+
+    Raises:
+        ConfigError: as ``hopper``.
+    """
+    name = "dense_experts"
+    experts = _experts(_interpreter(platform, name))
+    return dataclasses.replace(DENSE, name=name, experts=experts, for_experts=True)
+
+
+def _experts(interpret: Any) -> ExpertKernel:
+    form = partial(moe_hopper.grouped, interpret=interpret)
+    return ExpertKernel(serves=moe_hopper.serves, form=form)
+
+
+def _interpreter(platform: str, name: str) -> Any:
+    if jax.__version_info__ < (0, 11):
+        raise ConfigError(
+            f"attention_backend {name!r} needs jax 0.11 or later, this is {jax.__version__}",
+            field="attention_backend",
+        )
+    return interpreter() if platform == "cpu" else None

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jserve.model.attention import AttendArgs, AttentionBackend, LayerKV
+from jserve.model.attention import OVER_HEADS, AttendArgs, AttentionBackend, LayerKV
 from jserve.model.shard import MeshAxis
 from jserve.model.view import StepView
 
@@ -24,8 +24,12 @@ WHOLE = PartitionSpec()
 def over_heads(backend: AttentionBackend, mesh: Mesh, axis: MeshAxis) -> AttentionBackend:
     """``backend`` for whole arrays of KV that lie over ``axis`` of ``mesh`` by kv heads, and queries of all heads.
 
-    Mixtures of experts, and what lies between the products of a decode layer, have no kernels then.
+    Attention without kernels stays the partitioner's. Mixtures of experts, and what lies between the products of a
+    decode layer, have no kernels then.
     """
+    backend = replace(backend, decode=None, experts=None)
+    if backend.name not in OVER_HEADS:
+        return backend
     heads, pool = PartitionSpec(None, axis), PartitionSpec(*(None,) * backend.kv_axis, axis)
 
     def run(each: Callable[..., Any], specs: tuple[Any, ...], out: Any, *given: Any) -> Any:
@@ -42,7 +46,7 @@ def over_heads(backend: AttentionBackend, mesh: Mesh, axis: MeshAxis) -> Attenti
         specs = (heads, heads, PartitionSpec(axis), pool, WHOLE)
         return run(each, specs, heads, args.q_TNH, far_TNH, args.sink_logits_N, kv, view)
 
-    return replace(backend, write_kv=write_kv, attend=attend, decode=None, experts=None)
+    return replace(backend, write_kv=write_kv, attend=attend)
 
 
 def _attend(

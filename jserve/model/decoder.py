@@ -22,7 +22,8 @@ from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.family import Family, Pass
-from jserve.model.hf_values import Config, ConfigReader
+from jserve.model.hf_keys import every_key
+from jserve.model.hf_values import Config
 from jserve.model.layers import (
     attend_normed,
     attention_block,
@@ -86,7 +87,7 @@ def plain(
     return Family(
         name=name,
         architectures=(architecture,) if isinstance(architecture, str) else architecture,
-        arch=lambda config: arch(ConfigReader(config)),
+        arch=every_key(arch),
         specs=partial(specs, names=names),
         forward=forward,
         logits=logits,

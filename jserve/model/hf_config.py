@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json into an ``Arch``; unknown keys are refused by name.
 
 It owns what decoders share; a family file reads its own keys and calls ``decoder_arch`` with what they say. Values
-are checked in ``hf_values``, ropes read in ``hf_rope``.
+are checked in ``hf_values``, ropes read in ``hf_rope``, keys that nothing has read looked through in ``hf_keys``.
 """
 
 from __future__ import annotations
@@ -21,51 +21,7 @@ from jserve.model.arch import (
     RopeScaling,
 )
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, ConfigReader, boolean, integer, number, refuse
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1, 1.0),
-    "is_encoder_decoder": (False,),
-    "is_decoder": (True, False),
-    "add_cross_attention": (False,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "n_shared_experts": (0,),
-    "shared_expert_intermediate_size": (0,),
-    "shared_intermediate_size": (0,),
-    "routed_scaling_factor": (1, 1.0),
-    "first_k_dense_replace": (0,),
-    "scoring_func": ("softmax",),
-    "mlp_only_layers": ([],),
-    "decoder_sparse_step": (1,),
-    "interleave_moe_layer_step": (),
-    "moe_layers": (),
-    "kv_lora_rank": (),
-    "q_lora_rank": (),
-    "clip_qkv": (),
-    "alibi": (False,),
-    "attention_chunk_size": (),
-    "no_rope_layers": ([],),
-    "no_rope_layer_interval": (),
-    "use_mrope": (False,),
-    "rope_interleaved": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "logit_scale": (1, 1.0),
-    "logits_scaling": (1, 1.0),
-    "attention_multiplier": (),
-    "residual_multiplier": (1, 1.0),
-    "embedding_multiplier": (1, 1.0),
-    "use_bidirectional_attention": (False,),
-    "parallel_attn": (False,),
-    "vision_config": (),
-    "text_config": (),
-}
-"""Keys that change the computation, with the values (besides null) that do not. One that a family has not
-read has to have such a value."""
-
+from jserve.model.hf_values import Config, boolean, integer, number, refuse, without_effect
 
 SILU = {"silu": "silu", "swish": "silu"}
 """Values of ``hidden_act`` -> ``Mlp.activation``; the first one holds where the key is missing."""
@@ -91,7 +47,6 @@ def decoder_arch(
     """The ``Arch`` of a decoder whose layers have the same heads, and the same MLP where they have one.
 
     Args:
-        config: what a family has read of it before, it answers for; see ``NEUTRAL``.
         activations: what ``activation_key`` may say, see ``SILU``.
         eps: the key of the norm's epsilon, which is ``default_eps`` where that is missing.
         default_kv_heads, default_head_dim, default_tied: what a missing key means.
@@ -109,6 +64,7 @@ def decoder_arch(
     D = integer(config, "hidden_size")
     if (latent := fields.get("latent")) is not None:
         K, H = 1, latent.width
+        without_effect(config, "head_dim", "num_key_value_heads")
     else:
         K = integer(config, "num_key_value_heads", default_kv_heads or N)
         if N % K:
@@ -119,9 +75,10 @@ def decoder_arch(
     act = activation(config, activations, activation_key)
     moes, own = moes or (None,) * L, _own(fields, Mlp)
     # Where every layer has experts, ``intermediate_size`` may be missing.
+    without_effect(config, "intermediate_size")
     width = integer(config, "intermediate_size") if None in moes else 0
     mlp, of_layer = Mlp(F=width, activation=act, **own), _own(fields, DecoderLayer)
-    found = Arch(
+    return Arch(
         family=family,
         D=D,
         V=integer(config, "vocab_size"),
@@ -135,8 +92,6 @@ def decoder_arch(
         kv_scales=kv_scales(config, decoded),
         **fields,
     )
-    _check_neutral(config)
-    return found
 
 
 def activation(config: Config, known: Mapping[str, str] = SILU, key: str = "hidden_act") -> str:
@@ -151,13 +106,6 @@ def activation(config: Config, known: Mapping[str, str] = SILU, key: str = "hidd
 def _own(fields: dict[str, Any], of: type) -> dict[str, Any]:
     """Those of ``fields`` that belong to a part of ``Arch``, taken out."""
     return {name: fields.pop(name) for name in list(fields) if name in of.__dataclass_fields__}
-
-
-def _check_neutral(config: Config) -> None:
-    known = config.read if isinstance(config, ConfigReader) else set[str]()
-    for key, neutral in NEUTRAL.items():
-        if key not in known and config.get(key) is not None and config[key] not in neutral:
-            refuse(key, f"{config[key]!r} is not supported")
 
 
 def _head_dim(config: Config, D: int, N: int, default: int | None) -> int:
@@ -315,6 +263,7 @@ def upper_windows(config: Config) -> tuple[int, ...]:
     ``layer_types`` says where, else the layers from ``max_window_layers`` on. () if all layers
     are full."""
     window, first = 0, integer(config, "num_hidden_layers")
+    without_effect(config, "sliding_window", "max_window_layers")
     if boolean(config, "use_sliding_window", False):
         window = sliding_window(config)
         first = integer(config, "max_window_layers", 28, low=0) if window else first

@@ -9,7 +9,7 @@ from typing import TypedDict
 from jserve.model.arch import Latent, Rope, RopeScaling
 from jserve.model.hf_config import attention_bias
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, integer, refuse
+from jserve.model.hf_values import Config, integer, only, refuse
 
 
 class LatentFields(TypedDict):
@@ -38,6 +38,7 @@ def latent_fields(config: Config, *, pairs: bool = True) -> LatentFields:
     )
     if latent.turned % 2:
         refuse("qk_rope_head_dim", f"{latent.turned} is odd; rotary embedding needs pairs")
+    only(config, "qk_head_dim", latent.own + latent.turned)
     turns = replace(rope(config, pairs=pairs), rotary=latent.turned)
     return {
         "latent": latent,

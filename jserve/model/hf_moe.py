@@ -7,7 +7,7 @@ from typing import Any
 
 from jserve.model.arch import Mlp, Moe, Router
 from jserve.model.hf_config import activation
-from jserve.model.hf_values import Config, integer, refuse
+from jserve.model.hf_values import Config, integer, only, refuse, without_effect
 
 COUNT = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys for the number of experts; files of one family have one or another."""
@@ -66,6 +66,13 @@ def sparse_layers(config: Config) -> list[bool]:
     return [i not in dense and (i + 1) % step == 0 for i in range(L)]
 
 
+_OF_EXPERTS = (
+    *("num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
+    *("topk_method", "n_group", "topk_group"),
+)
+"""What DeepSeek says of experts beside their number."""
+
+
 def deepseek_experts(
     config: Config, router: Callable[[], Router], *, n_shared: int
 ) -> list[Moe | None]:
@@ -76,12 +83,12 @@ def deepseek_experts(
         router: read where a layer has experts.
         n_shared: shared experts where config.json is silent; they lie side by side in one MLP.
     """
-    if config.get("moe_layer_freq", 1) != 1:
-        refuse("moe_layer_freq", f"{config['moe_layer_freq']!r} is not supported, only 1")
+    only(config, "moe_layer_freq", 1)
     L = integer(config, "num_hidden_layers")
     dense = integer(config, "first_k_dense_replace", 0, low=0)
     shared = integer(config, "n_shared_experts", n_shared, low=0)
     if not config.get("n_routed_experts") or dense >= L:
+        without_effect(config, *_OF_EXPERTS)
         return [None] * L
     width = "moe_intermediate_size"
     moe = experts(config, router(), width=width, shared=shared * integer(config, width))

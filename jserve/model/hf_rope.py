@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from jserve.model.arch import Rope, RopeScaling
-from jserve.model.hf_values import REQUIRED, Config, boolean, integer, number, refuse
+from jserve.model.hf_values import (
+    REQUIRED,
+    Config,
+    boolean,
+    integer,
+    number,
+    refuse,
+    without_effect,
+)
 from jserve.model.rope import KINDS
 
 
@@ -37,6 +45,7 @@ def rope(
         ConfigError: an unknown type, a missing or non-finite number, or a dictionary per
         layer type where there are no types.
     """
+    without_effect(config, *_TOP)
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     raw = config.get(key) or {}
     if not isinstance(raw, Mapping):
@@ -53,6 +62,7 @@ def rope(
     if yarn_is_longrope and kind in ("su", "yarn"):
         kind = "longrope"
     found = Rope(theta=theta, rotary=_rotary(config, raw, H, default_partial), pairs=pairs)
+    _check_keys(raw, key, kind)
     if kind == "default":
         return found
     return replace(found, scaling=_scaling(config, raw, key, kind, found.rotary or H))
@@ -73,25 +83,31 @@ def _rotary(config: Config, raw: Config, H: int, default: float) -> int:
 
 
 def _scaling(config: Config, raw: Config, key: str, kind: Any, turned: int) -> RopeScaling:
-    if kind not in KINDS:
-        refuse(key, f"type {kind!r} is not supported, only default, {', '.join(KINDS)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"} | _KEYS[kind]
-    for name in raw:
-        if name not in known:
-            refuse(f"{key}.{name}", f"has no meaning for rope type {kind}")
     if kind == "longrope":
         return _longrope(config, raw, key, turned)
+    original = _original(config, raw, kind)
+    stretch = integer(config, "max_position_embeddings") / original
     return RopeScaling(
         kind=kind,
-        factor=number(raw, "factor", REQUIRED, low=1.0),
-        original_max_position=_original(config, raw, kind),
+        factor=number(raw, "factor", stretch if kind == "yarn" else REQUIRED, low=1.0),
+        original_max_position=original,
         truncate=boolean(raw, "truncate", True),
         **_llama3_numbers(raw) if kind == "llama3" else {},
         **_yarn_numbers(raw) if kind == "yarn" else {},
     )
 
 
+def _check_keys(raw: Config, key: str, kind: Any) -> None:
+    if kind not in ("default", *KINDS):
+        refuse(key, f"type {kind!r} is not supported, only default, {', '.join(KINDS)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"} | _KEYS[kind]
+    for name in raw:
+        if name not in known and raw[name] is not None:
+            refuse(f"{key}.{name}", f"has no meaning for rope type {kind}")
+
+
 _KEYS = {
+    "default": {"original_max_position_embeddings"},
     "linear": set[str](),
     "dynamic": {"original_max_position_embeddings"},
     "llama3": {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
@@ -152,6 +168,8 @@ def _positive(x: Any) -> bool:
 
 
 _ORIGINAL = "original_max_position_embeddings"
+_TOP = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
+"""Keys of ropes, of which one spelling leaves some unread."""
 
 
 def _original(config: Config, raw: Config, kind: str) -> int:

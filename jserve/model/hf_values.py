@@ -27,6 +27,17 @@ class ConfigReader(Mapping[str, Any]):
         self.read.add(key)
         return self._config[key]
 
+    def peek(self, key: str) -> Any:
+        """The value of ``key``, which counts as read no more than before."""
+        return self._config[key]
+
+    def or_else(self, **defaults: Any) -> ConfigReader:
+        """The same reader where keys that are missing or null have a value."""
+        known = {key: value for key, value in self._config.items() if value is not None}
+        found = ConfigReader({**self._config, **defaults, **known})
+        found.read = self.read
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._config)
 
@@ -37,6 +48,25 @@ class ConfigReader(Mapping[str, Any]):
 def refuse(key: str, why: str) -> NoReturn:
     """Raise the ConfigError for one key of config.json."""
     raise ConfigError(f"config.json: {key} {why}", field=key)
+
+
+def or_else(config: Config, **defaults: Any) -> Config:
+    """``config`` where keys that are missing or null have a value."""
+    reader = config if isinstance(config, ConfigReader) else ConfigReader(config)
+    return reader.or_else(**defaults)
+
+
+def without_effect(config: Config, *keys: str) -> None:
+    """These say nothing in this family, or beside its other keys: they count as read."""
+    for key in keys:
+        config.get(key)
+
+
+def only(config: Config, key: str, *values: Any) -> None:
+    """Refuse a value of ``key`` that is none of ``values``; null and missing are the first."""
+    asked = config.get(key)
+    if asked is not None and asked not in values:
+        refuse(key, f"{asked!r} is not supported, only {' or '.join(map(str, values))}")
 
 
 def integer(config: Config, key: str, default: Any = REQUIRED, low: int = 1) -> int:

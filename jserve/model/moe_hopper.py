@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jserve.model.arch import Clamped, Moe
 from jserve.model.moe import Outputs, Params
+from pallas_kernels.flash import M
 from pallas_kernels.grouped_matmul import (
     SERVED_DTYPES,
     Activation,
@@ -48,8 +50,18 @@ def grouped(
 def serves(moe: Moe, p: Params) -> bool:
     """True if the kernel takes these experts, or this device's share of each."""
     _, D, F = p["expert_down"].shape
-    activated = isinstance(moe.activation, Clamped) or moe.activation in ACTIVATIONS
-    return activated and serves_sizes(D, F) and p["expert_down"].dtype in SERVED_DTYPES
+    return not unserved(moe, D, F, p["expert_down"].dtype)
+
+
+def unserved(moe: Moe, D: int, F: int, dtype: Any) -> str:
+    """The reason why the kernel takes no experts of this width ``F`` on a device; empty: it does."""
+    if not isinstance(moe.activation, Clamped) and moe.activation not in ACTIVATIONS:
+        return f"hidden_act {moe.activation} is none of {', '.join(ACTIVATIONS)}"
+    if not serves_sizes(D, F):
+        return f"it takes multiples of {M}, not hidden_size {D} with {F} of an expert's width on a device"
+    if dtype not in SERVED_DTYPES:
+        return f"it takes bfloat16 and float16, not {jnp.dtype(dtype).name}"
+    return ""
 
 
 def _activation(moe: Moe) -> Activation:

@@ -32,7 +32,7 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model import slots as slot_rows
 from jserve.model.arch import Arch
-from jserve.model.attention import KERNELS, AttentionBackend, LayerKV, check_layers
+from jserve.model.attention import AttentionBackend, LayerKV, check_layers
 from jserve.model.attn_mesh import over_heads
 from jserve.model.ctx import Ctx, Edit
 from jserve.model.dot import skip_unread
@@ -280,7 +280,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")
     fields = model.fields(bucket)
-    if model.rules.auto and model.backend.name in KERNELS:
+    if model.rules.auto:
         attention = over_heads(model.backend, model.mesh, model.heads_axis)
         model = replace(model, backend=attention)
 

@@ -72,7 +72,7 @@ def partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConf
     if not rules.auto:
         return config
     plain = platform == "cpu" or bool(config.speculative.model)
-    attention = KERNELS if plain else ("hopper_fused",)
+    attention = ("native", *KERNELS) if plain else ("hopper_fused", "dense_experts")
     for name, kernels in (("kernels", ("native",)), ("attention_backend", attention)):
         if (asked := getattr(device, name)) in kernels:
             why = f"{name} {asked}: XLA's partitioner (sharding.mode auto) cannot cut these kernels"

@@ -39,6 +39,9 @@ FLOATS: Kinds = ("bfloat16", "float16", "float32", "float64")
 INTEGERS: Kinds = ("int32", "int64")
 BYTES: Kinds = ("uint8",)
 
+PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+"""Of the tensors of one model, by who wrote the file; a shorter one comes before those that begin with it."""
+
 BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Endings of tensors that old exporters wrote and no model needs."""
 
@@ -134,7 +137,7 @@ class Tensors:
 
     def get(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> np.ndarray:
         """Tensor ``name`` as a view of the mapped file. A checkpoint that lacks the ``model.``
-        prefix is read too.
+        prefix, or has the one of a text model in a larger one, is read too.
 
         Raises:
             WeightsError: as ``check``.
@@ -189,14 +192,15 @@ class Tensors:
 
     def _instead(self, name: str) -> str:
         """The tensors there are of the module of tensor ``name``, or how many there are at all."""
-        start = f"{name.rpartition('.')[0].removeprefix('model.')}."
-        found = [n for n in self._files if n.removeprefix("model.").startswith(start)]
-        endings = sorted(n.removeprefix("model.").removeprefix(start) for n in found)[:6]
+        start = f"{_bare(name.rpartition('.')[0])}."
+        found = [bare for n in self._files if (bare := _bare(n)).startswith(start)]
+        endings = sorted(n.removeprefix(start) for n in found)[:6]
         return f"there is {', '.join(endings)}" if endings else f"the file has {len(self._files)}"
 
     def _found(self, name: str) -> str | None:
         """The name in the files, which may have a prefix more or less."""
-        for candidate in (name, name.removeprefix("model."), f"model.{name}"):
+        bare = _bare(name)
+        for candidate in (name, *(f"{prefix}{bare}" for prefix in PREFIXES)):
             if candidate in self._files:
                 return candidate
         return None
@@ -231,6 +235,11 @@ class Tensors:
             shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
             log.warning("%s: %d unused tensors: %s", self.directory, len(extra), shown)
         return extra
+
+
+def _bare(name: str) -> str:
+    """``name`` without its prefix."""
+    return next(name.removeprefix(p) for p in PREFIXES[::-1] if name.startswith(p))
 
 
 def _either(kinds: Kinds) -> str:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
+from jserve.model.hf_text import sees_images
 from jserve.model.quant import QTensor, quantised_leaves
 from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
 from jserve.weights.adopt import adopt
@@ -123,7 +124,10 @@ def _finish(tensors: Tensors, tied: tuple[str, ...]) -> None:
         if EXPERTS in name and name[: name.index(EXPERTS)] in kept:
             why = "config.json has no such expert"
             raise broken(tensors.path(name), why, name)
-    tensors.warn_unused(ignore=tied)
+    images = [name for name in tensors.unused() if sees_images(name)]
+    if images:
+        log.info("%s: %d tensors of images are not loaded", tensors.directory, len(images))
+    tensors.warn_unused(ignore=(*tied, *images))
 
 
 EXPERTS = ".experts."

@@ -18,6 +18,7 @@ from jserve.errors import BadRequest, ConfigError, WeightsError
 from jserve.gguf import header
 from jserve.gguf.config import config_of
 from jserve.gguf.header import is_gguf
+from jserve.model.hf_text import text_part
 from jserve.sampling import SamplingParams
 from jserve.weights import hf
 from jserve.weights.hub import download
@@ -98,7 +99,7 @@ def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source
         directory=directory,
         format=found,
         weights=(orbax_root(directory) or directory) if found == "orbax" else directory,
-        config=stated.with_quantisation(directory, hf.read_config(directory)),
+        config=stated.with_quantisation(directory, text_part(hf.read_config(directory))),
         generation=hf.read_generation_config(directory),
     )
 

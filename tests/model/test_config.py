@@ -12,6 +12,7 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch, RopeScaling
 from jserve.model.families import family_for, register_family
 from jserve.model.rope import for_context
+from tests.model.published import GPT_OSS, SCOUT, V2_LITE, V3
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,6 +37,7 @@ GEMMA2, GEMMA3, GRANITE, COHERE2, SMOLLM3, EXAONE4, GLM4, PHI3 = (
 )
 ORIGINAL = "original_max_position_embeddings"
 LONG = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, ORIGINAL: 64}
+YARN = {"type": "yarn", ORIGINAL: 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -106,6 +108,19 @@ REFUSED = [
     (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor"),
     (LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor"),
     (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate"),
+    (LLAMA, {"rope_scaling": {**YARN, "factor": 0.5}}, "factor"),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "default", "mrope_section": [2]}},
+        "rope_scaling.mrope_section",
+    ),
+    (LLAMA, {"use_qk_norm": True}, "use_qk_norm"),
+    (LLAMA, {"swiglu_limit": 7.0}, "swiglu_limit"),
+    (LLAMA, {"norm_topk_prob": True}, "norm_topk_prob"),
+    (LLAMA, {"moe_layer_freq": 2}, "moe_layer_freq"),
+    (LLAMA, {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),
+    (LLAMA, {"is_causal": False}, "is_causal"),
+    (LLAMA, {"a_key_of_tomorrow": "on"}, "a_key_of_tomorrow"),
     (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "x"}}, "mscale"),
     (LLAMA, {"attention_bias": "yes"}, "attention_bias"),
     (LLAMA, {"mlp_bias": 1}, "mlp_bias"),
@@ -183,8 +198,28 @@ def test_harmless_keys_pass() -> None:
         "auto_map": {"AutoModel": "evil.py"},
         "layer_types": ["full_attention"] * 2,
         "sliding_window": None,
+        "_attn_implementation": "flash_attention_2",
+        "use_qk_norm": False,
+        "swiglu_limit": None,
+        "norm_topk_prob": False,
+        "moe_layer_freq": 1,
+        "temperature": 0.6,
+        "a_key_of_tomorrow": False,
     }
     assert arch(LLAMA, **quiet) == arch(LLAMA)
+
+
+def test_yarn_without_a_factor_stretches_to_the_context_that_is_stated() -> None:
+    """A factor of null and none at all; what transformers makes of null."""
+    stated = arch(LLAMA, rope_scaling={**YARN, "factor": 2.0})
+    assert arch(LLAMA, rope_scaling={**YARN, "factor": None}) == stated
+    assert arch(LLAMA, rope_scaling=YARN) == stated
+    assert stated.max_position == 128
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"first 1, second 'x': not known .* remove it"):
+        arch(LLAMA, first=1, second="x", third=False)
 
 
 def test_both_spellings_of_rope_mean_the_same() -> None:
@@ -278,163 +313,7 @@ def test_register_family() -> None:
     assert family_for(LLAMA) is family
 
 
-DEEPSEEK: dict[str, Any] = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "aux_loss_alpha": 0.001,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_layer_freq": 1,
-    "pretraining_tp": 1,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000,
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "v_head_dim": 128,
-}
-V2_LITE: dict[str, Any] = {
-    **DEEPSEEK,
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "vocab_size": 102400,
-}
-V3: dict[str, Any] = {
-    **DEEPSEEK,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "vocab_size": 129280,
-}
-GPT_OSS: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "quantization_config": {
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
-        "quant_method": "mxfp4",
-    },
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
-SCOUT: dict[str, Any] = {
-    "architectures": ["Llama4ForCausalLM"],
-    "attention_bias": False,
-    "attention_chunk_size": 8192,
-    "attn_scale": 0.1,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8192,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "interleave_moe_layer_step": 1,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "max_position_embeddings": 10485760,
-    "no_rope_layers": [],
-    "num_attention_heads": 40,
-    "num_experts_per_tok": 1,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 8,
-    "num_local_experts": 16,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 16.0,
-        "high_freq_factor": 1.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "router_jitter_noise": 0.0,
-    "tie_word_embeddings": False,
-    "use_qk_norm": True,
-    "vocab_size": 202048,
-}
-
-
-def test_published_files_are_accepted_as_they_are() -> None:
+def test_what_published_files_say_is_read() -> None:
     lite, v3, oss, scout = (arch(config) for config in (V2_LITE, V3, GPT_OSS, SCOUT))
     kept = [found.kv_layers[0].arrays for found in (lite, v3)]
     assert [[(x.heads, x.width) for x in arrays] for arrays in kept] == [[(0, 576)]] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,8 +90,9 @@ def test_experts_may_lie_apart_from_the_dense_width() -> None:
         assert np.abs(got - want).max() < 1e-5 * np.ptp(want)
 
 
-def test_padding_routes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token in a step of 42 has a tile for each of its experts, and the padding has none."""
+def tiles_of_one_token(monkeypatch: pytest.MonkeyPatch, M: int) -> list[int]:
+    """Of each layer with experts, in a step of 42 tokens of which one is real. ``M`` is no other test's: a layer of
+    known shapes is not traced again."""
     found: list[int] = []
     real = moe.Tiles.of
 
@@ -100,7 +102,24 @@ def test_padding_routes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         return tiles
 
     monkeypatch.setattr(moe.Tiles, "of", of)
-    # Pages that no other test has: a layer of known shapes is not traced again.
-    driver(M=7).step(WHOLE, prefill=[Row(PAGES, 0, TEXT[:1])])
+    driver(M=M).step(WHOLE, prefill=[Row(PAGES, 0, TEXT[:1])])
     jax.effects_barrier()
-    assert found == [3, 3]
+    return found
+
+
+def test_padding_routes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token has a tile for each of its experts, and the padding has none."""
+    assert tiles_of_one_token(monkeypatch, M=7) == [3, 3]
+
+
+def test_a_router_that_routes_padding_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the test before this one counts."""
+    real = moe.route
+
+    def planted(router: Any, p: Any, x_TD: jax.Array, X: int, real_T: jax.Array) -> Any:
+        return real(router, p, x_TD, X, jnp.ones_like(real_T))
+
+    monkeypatch.setattr(moe, "route", planted)
+    found = tiles_of_one_token(monkeypatch, M=9)
+    assert len(found) == 2
+    assert min(found) > 3

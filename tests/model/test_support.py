@@ -25,7 +25,7 @@ from jserve.model.families import ARCHITECTURES, family_for
 from jserve.model.layer_pass import check_dense
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.shard import ShardRules
-from tests.model.test_parity import CASES
+from tests.model.test_parity import CASES, MORE
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SIZES = {"ep": 2, "tp": 1}
@@ -55,7 +55,7 @@ def archs(architecture: str) -> Iterator[Arch]:
     """Of the tiny models that are compared with transformers, their switches away from the defaults."""
     from tests.model import hf
 
-    for name, config in CASES.values():
+    for name, config in (CASES | MORE).values():
         if name == architecture:
             _, stated = hf.tiny(name, **config)
             yield family_for(stated).arch(stated)

@@ -22,6 +22,8 @@ MODELS = (
     "qwen2.5-7b",
     "qwen3-8b",
     "qwen3-30b-a3b",
+    "deepseek-v2-lite",
+    "llama-4-scout",
 )
 ARCHS = {name: family_for(SHAPES[name]).arch(SHAPES[name]) for name in MODELS}
 FAMILIES = {arch.family: family_for(SHAPES[name]) for name, arch in ARCHS.items()}
@@ -35,20 +37,21 @@ def step_model(
     n_pages: int = 2048,
     C: int = 256,
     kv_dtype: Any = jnp.bfloat16,
+    attention: str = "hopper",
 ) -> StepModel:
     """A step over described H200s; KV of ``n_pages`` pages of 64 tokens, 8192 tokens a row. With ``ep`` experts lie on
     different devices and move."""
-    attention = backend("hopper", "cuda")
+    attn = backend(attention, "cuda")
     mesh = make_mesh(tp, aot.h200(tp * ep), ep)
     return StepModel(
         family=FAMILIES[arch.family],
         arch=arch,
-        backend=attention,
+        backend=attn,
         dims=StepDims(C=C, M=128, Z=64, V=arch.V, n_vocab_rows=64),
         mesh=mesh,
         rules=ShardRules.of_mesh(mesh.shape, ep if ep > 1 else 0),
         experts=ep > 1,
         n_pages=n_pages,
-        kv_dtype=attention.kv_dtype(kv_dtype),
+        kv_dtype=attn.kv_dtype(kv_dtype),
         dtype=jnp.bfloat16,
     )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jserve.model.arch import resized
+from jserve.model.arch import Moe, resized
 from jserve.model.view import Bucket
 from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
@@ -115,6 +115,35 @@ def test_steps_of_few_tokens_gather() -> None:
     report = compile_step(model, Bucket(D=4, P=0, F=0))
     assert report.launches() == ["kCommandBuffer"]
     assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == 2
+
+
+def expert_bytes(report: aot.Report, layers: int = 1) -> tuple[int, int]:
+    """(bytes of expert matrices that a step reads, bytes that there are)."""
+    read = {n: k for n, k in report.module.bytes_read("params").items() if "['expert_" in n}
+    assert len(read) == 2 * layers, read
+    return sum(read.values()), sum(report.module.size(n) for n in read)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "llama-4-scout"])
+def test_experts_beside_dense_attention(name: str) -> None:
+    """Latents, and chunks of attention, which the attention kernels lack: experts by their own."""
+    arch = resized(ARCHS[name], L=2)
+    report = compile_step(step_model(arch, attention="dense_experts"), Bucket(D=64, P=0, F=0))
+    assert report.spills == 0, report.kernels
+    assert not report.ignored
+    layers = sum(isinstance(layer.ffn, Moe) for layer in arch.layers)
+    assert len(re.findall(r"\d: kCustomCall ", report.thunks)) == 2 * layers
+    read, there = expert_bytes(report, layers)
+    assert read == there
+    assert not [c for c in report.copies(1 << 28) if " bf16[" in c]
+
+
+def test_a_step_of_one_token_reads_the_experts_that_it_chose() -> None:
+    """8 of 128 of them."""
+    m = SHAPES["qwen3-30b-a3b, 8"]
+    report = compile_step(step_model(resized(ARCHS["qwen3-30b-a3b"], L=1)), Bucket(D=1, P=0, F=0))
+    read, there = expert_bytes(report)
+    assert read == pytest.approx(there * m.X / m.E, rel=0.05)
 
 
 @pytest.mark.slow

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jserve import build
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model import attention
+from jserve.model.arch import Arch, Moe, Router
+from jserve.model.families import family_for
 from jserve.runner import selftest
 from jserve.runner.sizes import attention_name
+from tests.model.published import V2_LITE, resized
 from tests.runner.harness import ARCH
 
 
@@ -159,3 +164,77 @@ def test_a_compiler_that_miscompiles_is_not_used(monkeypatch, cuda: int, broken:
 def test_another_jax_has_no_kernels(monkeypatch, version: tuple[int, ...]) -> None:
     monkeypatch.setattr(attention.jax, "__version_info__", version)
     assert attention.candidates("auto", "gpu", "9.0") == ("dense",)
+
+
+def latent_arch(F: int) -> Arch:
+    """DeepSeek's layers with experts of this width."""
+    config = {**resized(V2_LITE), "hidden_size": 128, "moe_intermediate_size": F}
+    return family_for(config).arch(config)
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_experts_have_their_kernel_where_attention_has_none(monkeypatch, caplog) -> None:
+    """Of latents, where the kernel takes the experts and passes."""
+    bf16 = jnp.dtype(jnp.bfloat16)
+
+    def served(arch: Arch, code: str, **options: Any) -> str:
+        monkeypatch.setattr(selftest, "command", lambda *_: child(code))
+        config = EngineConfig.of(**options)
+        return build._with_attention(config, arch, bf16, H200, None).device.attention_backend
+
+    assert served(latent_arch(64), "") == "dense_experts"
+    assert "dense on NVIDIA H200; not hopper: it does not serve this model" in caplog.text
+    assert served(latent_arch(64), "raise SystemExit('experts differ')") == "dense"
+    assert served(latent_arch(64), "", attention_backend="dense") == "dense"
+    assert served(latent_arch(48), "raise SystemExit('not to be run')") == "dense"
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_a_model_without_experts_has_no_use_for_their_kernel() -> None:
+    with pytest.raises(ConfigError, match=r"for models with experts, .* dense serves it") as error:
+        attention.check_layers(attention.backend("dense_experts", "gpu"), ARCH, jnp.bfloat16, ())
+    assert error.value.field == "attention_backend"
+
+
+def test_the_trial_of_experts_runs_no_attention(monkeypatch) -> None:
+    ran = []
+    found = {"dense_experts": SimpleNamespace(for_experts=True), "xla": attention.backend("xla")}
+    monkeypatch.setattr(attention, "backend", lambda name, _: found[name])
+    monkeypatch.setattr(selftest, "_outputs", lambda name, *_: ran.append(name) or np.ones(3))
+    monkeypatch.setattr(selftest, "_experts", lambda *_: np.ones(3))
+    assert selftest.differs("dense_experts", 576, 8, 16, "bfloat16", (128, 64)) == ""
+    assert ran == []
+    assert selftest.differs("xla", 64, 8, 16, "bfloat16", (128, 64)) == ""
+    assert len(ran) == 4
+
+
+MOE = Moe(E=4, X=2, F=128, router=Router(), activation="silu")
+GELU = replace(MOE, activation="gelu")
+PACKED = SimpleNamespace(name="mxfp4", widened=False)
+
+
+@pytest.mark.parametrize(
+    ("moe", "options", "scheme", "says"),
+    [
+        (MOE, {"attention_backend": "hopper"}, None, ""),
+        (MOE, {"attention_backend": "hopper"}, SimpleNamespace(name="fp8", widened=True), ""),
+        (MOE, {"attention_backend": "dense_experts"}, None, ""),
+        (MOE, {"attention_backend": "dense"}, None, "dense_experts, this is dense"),
+        (MOE, {"attention_backend": "hopper"}, PACKED, "mxfp4"),
+        (MOE, {"attention_backend": "hopper", "tensor_parallel_size": 4}, None, "32 of an expert"),
+        (GELU, {"attention_backend": "hopper"}, None, "hidden_act gelu"),
+    ],
+)
+def test_a_loop_over_experts_has_a_reason(moe: Moe, options: Any, scheme: Any, says: str) -> None:
+    arch = replace(ARCH, D=256, layers=tuple(replace(x, ffn=moe) for x in ARCH.layers))
+    config = EngineConfig.of(**options)
+    found = build._loop_over_experts(config, arch, jnp.dtype(jnp.bfloat16), "gpu", scheme)
+    assert (says in found) if says else (found == "")
+    assert build._loop_over_experts(config, arch, jnp.dtype(jnp.bfloat16), "cpu", scheme) == ""
+    assert build._loop_over_experts(config, ARCH, jnp.dtype(jnp.bfloat16), "gpu", scheme) == ""
+
+
+def test_a_dtype_that_the_kernel_lacks_is_a_reason() -> None:
+    arch = replace(ARCH, D=256, layers=tuple(replace(x, ffn=MOE) for x in ARCH.layers))
+    config = EngineConfig.of(attention_backend="hopper")
+    assert "float32" in build._loop_over_experts(config, arch, jnp.dtype(jnp.float32), "gpu")

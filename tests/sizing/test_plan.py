@@ -17,6 +17,7 @@ from jserve import build
 from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.families import ARCHITECTURES
 from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.view import Bucket
 from jserve.runner import runner as runner_module
@@ -48,9 +49,24 @@ PARAMETERS = {
     "deepseek-v3": 671_026_419_200,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "gemma-2b": 2_506_172_416,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472 - 416_866_032 - 2_950_272,
+    "gemma-3-27b": 27_432_406_640 - 416_866_032 - 6_194_304,
+    "phi-4-mini": 3_836_021_760,
+    "olmo-2-7b": 7_298_617_344,
+    "granite-3.3-8b": 8_170_864_640,
+    "command-r7b": 8_028_033_024,
+    "smollm3-3b": 3_075_098_624,
+    "exaone-4-32b": 32_003_216_384,
+    "glm-4-9b": 9_400_279_040,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "llama-4-scout": 108_641_793_536 - 871_932_416,
+    "llama-4-maverick": 401_583_781_376 - 871_932_416,
     "mistral-7b": 7_248_023_552,
 }
-"""As their publishers count them."""
+"""As their publishers count them; of multimodal ones less what sees images, and less its projector."""
 
 
 def plan(
@@ -63,6 +79,41 @@ def plan(
 @pytest.mark.parametrize("name", SHAPES)
 def test_known_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert find(name).n_params == PARAMETERS[name]
+
+
+def test_every_family_has_a_known_shape() -> None:
+    assert {find(name).family.name for name in SHAPES} == {*ARCHITECTURES.values()}
+
+
+PLANS: dict[str, tuple[float, int, dict[int, int]]] = {
+    "gemma-2b": (2.506, 2 * 18 * 1 * 256, {}),
+    "gemma-2-9b": (9.241, 2 * 42 * 8 * 256, {}),
+    "gemma-3-1b": (1.000, 2 * 26 * 1 * 256, {512: 22, 0: 4}),
+    "gemma-3-27b": (27.008, 2 * 62 * 16 * 128, {1024: 52, 0: 10}),
+    "phi-4-mini": (3.836, 2 * 32 * 8 * 128, {}),
+    "olmo-2-7b": (7.298 - 0.411, 2 * 32 * 32 * 128, {}),
+    "granite-3.3-8b": (8.170, 2 * 40 * 8 * 128, {}),
+    "command-r7b": (8.028, 2 * 32 * 8 * 128, {4096: 24, 0: 8}),
+    "smollm3-3b": (3.075, 2 * 36 * 4 * 128, {}),
+    "exaone-4-32b": (32.003 - 0.524, 2 * 64 * 8 * 128, {4096: 48, 0: 16}),
+    "glm-4-9b": (9.400 - 0.621, 2 * 40 * 2 * 128, {}),
+    "qwen1.5-moe-a2.7b": (2.689 - 0.311, 2 * 24 * 16 * 128, {}),
+    "llama-4-scout": (17.17 - 1.035, 2 * 48 * 8 * 128, {8192: 36, 0: 12}),
+    "llama-4-maverick": (17.18 - 1.035, 2 * 48 * 8 * 128, {8192: 36, 0: 12}),
+}
+"""Billions of parameters that a token meets, without a table that it only looks up in; numbers of KV a token; layers
+by the tokens that they read at most (0: all), where pages belong to groups."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_of_each_family(name: str) -> None:
+    active, numbers, layers = PLANS[name]
+    found = plan(name, tensor_parallel_size=8 if name.startswith("llama-4") else 1)
+    assert found.parameters == PARAMETERS[name]
+    assert found.active_parameters / 1e9 == pytest.approx(active, rel=1e-3)
+    assert found.active_bytes_total == 2 * found.active_parameters
+    assert found.kv_bytes_per_token_total == 2 * numbers
+    assert {group.reads: group.layers for group in found.kv_groups} == layers
 
 
 def test_a_token_reads_the_experts_that_it_chooses() -> None:

@@ -40,6 +40,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 16,
     },
+    "olmoe": LLAMA
+    | {"architectures": ["OlmoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2},
+    "deepseek_v3": LLAMA
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "topk_group": 1,
+        "v_head_dim": 8,
+    },
 }
 RULES = ShardRules()
 LAST = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -86,6 +103,19 @@ def test_both_spellings_give_the_parameters_of_a_plain_assembly(
     assert_equal(loaded(respelled(model).single(), tp), want)
 
 
+DEEPSEEK: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("architecture", "sizes"),
     [
@@ -95,10 +125,13 @@ def test_both_spellings_give_the_parameters_of_a_plain_assembly(
             {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         ),
         ("GraniteMoeShared", {"num_local_experts": 6, "shared_intermediate_size": 16}),
+        ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": None}),
+        ("DeepseekV2", DEEPSEEK),
+        ("DeepseekV3", DEEPSEEK | {"n_group": 3, "topk_group": 2}),
     ],
 )
 def test_transformers_writes_what_is_read_in_both_spellings(
-    tmp_path: Path, architecture: str, sizes: dict[str, int]
+    tmp_path: Path, architecture: str, sizes: dict[str, Any]
 ) -> None:
     from tests.model import hf
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jserve.api.request.declared import LABEL, Schema, ignored_member
 from jserve.errors import BadRequest, Unsupported, shown
-from jserve.text.chat.messages import MAX_MESSAGES, MAX_PARTS
+from jserve.text.chat.messages import MAX_MESSAGES, MAX_PARTS, MEDIA, not_text
 
 
 # Schemas of the fields and of their members; the functions below check the values.
@@ -148,6 +148,8 @@ def _texts(value: Any, at: str) -> str:
 
 
 def _text(kind: str, block: dict[str, Any], at: str) -> str:
+    if kind in MEDIA:
+        raise not_text(kind, at)
     if kind != "text":
         raise Unsupported(f"{at}: blocks of type {shown(kind)} are not supported here", field=at)
     return _string(block, "text", at)

@@ -11,7 +11,7 @@ from typing import Any
 
 from jserve.api.request.declared import LABEL, Schema, ignored_member
 from jserve.errors import BadRequest, Unsupported, shown
-from jserve.text.chat.messages import MAX_MESSAGES
+from jserve.text.chat.messages import MAX_MESSAGES, MEDIA, not_text
 
 _ROLES = ("user", "assistant", "system", "developer")
 
@@ -150,6 +150,8 @@ def _part(part: Any, at: str, kinds: tuple[str, ...]) -> str:
         return _string(part, "refusal", at)
     if not isinstance(kind, str):
         raise BadRequest(f"{at} must be a part with a type", field=at)
+    if kind in MEDIA:
+        raise not_text(kind, at)
     if kind not in kinds:
         raise Unsupported(f"{at}: parts of type {shown(kind)} are not supported here", field=at)
     return _string(part, "text", at)

@@ -14,11 +14,12 @@ from jserve.model.hf_config import (
     windows,
 )
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, integer, number, refuse
+from jserve.model.hf_values import Config, boolean, integer, number, only, refuse
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
+    _older_keys(config)
     pattern = integer(config, "sliding_window_pattern", 4)
     types = layer_types(config, lambda i: (i + 1) % pattern > 0)
     H = integer(config, "hidden_size") // integer(config, "num_attention_heads")
@@ -38,6 +39,14 @@ def arch(config: Config) -> Arch:
         logit_scale=number(config, "logit_scale", 0.0625),
         **attention_bias(config),
     )
+
+
+def _older_keys(config: Config) -> None:
+    """Those of the first published files, which say what transformers computes anyway."""
+    only(config, "order_of_interleaved_layers", "local_attn_first")
+    only(config, "position_embedding_type", "rope_gptj")
+    only(config, "use_parallel_block", True)
+    only(config, "use_embedding_sharing", boolean(config, "tie_word_embeddings", True))
 
 
 FAMILY = plain("cohere2", "Cohere2ForCausalLM", arch, TensorNames(mlp_norm=""))

@@ -7,7 +7,7 @@ from jserve.model.decoder import TensorNames, plain
 from jserve.model.hf_config import decoder_arch
 from jserve.model.hf_latent import latent_fields
 from jserve.model.hf_moe import deepseek_experts
-from jserve.model.hf_values import Config, boolean, integer, number, refuse
+from jserve.model.hf_values import Config, boolean, integer, number, only, refuse, without_effect
 from jserve.model.moe_specs import MoeNames
 
 NAMES = TensorNames(
@@ -17,8 +17,7 @@ NAMES = TensorNames(
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch."""
-    if config.get("scoring_func", "softmax") != "softmax":
-        refuse("scoring_func", f"{config['scoring_func']!r} is not supported, only softmax")
+    only(config, "scoring_func", "softmax")
     if config.get("norm_topk_prob"):
         refuse(
             "norm_topk_prob", "true is not supported: transformers ignores it, other code does not"
@@ -39,11 +38,11 @@ def arch(config: Config) -> Arch:
 
 
 def _router(config: Config) -> Router:
-    method, scale = config.get("topk_method"), number(config, "routed_scaling_factor", 1.0)
-    if method in (None, "greedy"):
+    only(config, "topk_method", "greedy", "group_limited_greedy")
+    without_effect(config, "n_group", "topk_group")
+    scale = number(config, "routed_scaling_factor", 1.0)
+    if config.get("topk_method") != "group_limited_greedy":
         return Router(scale=scale)
-    if method != "group_limited_greedy":
-        refuse("topk_method", f"{method!r} is not supported, only greedy and group_limited_greedy")
     groups = integer(config, "n_group")
     return Router(scale=scale, groups=groups, top_groups=integer(config, "topk_group"))
 

@@ -8,17 +8,13 @@ from jserve.model.families.deepseek_v2 import NAMES
 from jserve.model.hf_config import decoder_arch
 from jserve.model.hf_latent import latent_fields
 from jserve.model.hf_moe import deepseek_experts
-from jserve.model.hf_values import Config, boolean, integer, number, refuse
-
-ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""Keys whose value says what this family computes."""
+from jserve.model.hf_values import Config, boolean, integer, number, only
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. The shared key turns in pairs unless ``rope_interleave`` is false."""
-    for key, value in ONLY.items():
-        if config.get(key, value) != value:
-            refuse(key, f"{config[key]!r} is not supported, only {value}")
+    only(config, "scoring_func", "sigmoid")
+    only(config, "topk_method", "noaux_tc")
     pairs = boolean(config, "rope_interleave", True)
     return decoder_arch(
         config,

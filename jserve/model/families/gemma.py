@@ -7,7 +7,7 @@ from typing import Any
 from jserve.model.arch import Arch
 from jserve.model.decoder import plain
 from jserve.model.hf_config import attention_bias, decoder_arch, full_attention
-from jserve.model.hf_values import Config, integer
+from jserve.model.hf_values import Config, integer, without_effect
 
 GELU = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 """Old files say ``gelu`` and mean its approximation by tanh."""
@@ -31,6 +31,7 @@ def gemma_arch(config: Config, family: str, **fields: Any) -> Arch:
 def arch(config: Config) -> Arch:
     """config.json -> Arch. Old files call ``hidden_act`` ``hidden_activation``."""
     full_attention(config)
+    without_effect(config, "hidden_act")
     key = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
     return gemma_arch(config, "gemma", activation_key=key, default_kv_heads=16)
 

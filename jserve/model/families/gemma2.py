@@ -7,7 +7,7 @@ from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
 from jserve.model.families.gemma import gemma_arch
 from jserve.model.hf_config import layer_types, sliding_window, windows
-from jserve.model.hf_values import Config, number, optional_number
+from jserve.model.hf_values import Config, number, optional_number, without_effect
 
 NAMES = TensorNames(
     attn_out_norm="post_attention_layernorm",
@@ -18,6 +18,7 @@ NAMES = TensorNames(
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. A cap that is null is none; one that is missing is Gemma 2's."""
+    without_effect(config, "hidden_act", "sliding_window_size")
     types = layer_types(config, lambda i: (i + 1) % 2 > 0)
     return gemma_arch(
         config,

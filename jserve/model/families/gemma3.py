@@ -9,12 +9,30 @@ from jserve.model.families.gemma import gemma_arch
 from jserve.model.families.gemma2 import NAMES
 from jserve.model.hf_config import FULL, SLIDING, layer_types, sliding_window, windows
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, integer, number, optional_number
+from jserve.model.hf_text import is_multimodal
+from jserve.model.hf_values import (
+    Config,
+    integer,
+    number,
+    optional_number,
+    or_else,
+    refuse,
+    without_effect,
+)
+
+SIZES = {
+    "num_attention_heads": 8,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}
+"""What config.json of the multimodal 4B means by saying nothing."""
 
 
 def arch(config: Config) -> Arch:
-    """config.json -> Arch. ``attn_logit_softcapping`` has no effect, as in transformers."""
-    config.get("attn_logit_softcapping")
+    """config.json -> Arch. ``attn_logit_softcapping`` has no effect, as in transformers. Of multimodal models it
+    leaves sizes out."""
+    config = or_else(config, **(SIZES if is_multimodal(config) else {}))
+    without_effect(config, "attn_logit_softcapping", "hidden_act", "rope_local_base_freq")
     pattern = integer(config, "sliding_window_pattern", 6)
     types = layer_types(config, lambda i: (i + 1) % pattern > 0)
     by_type = {FULL: rope(config, default_theta=1e6, layer_type=FULL), SLIDING: _local(config)}
@@ -27,7 +45,7 @@ def arch(config: Config) -> Arch:
         ropes=[by_type[kind] for kind in types],
         qk_norm="head",
         scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
-        logit_soft_cap=optional_number(config, "final_logit_softcapping", 0.0),
+        logit_soft_cap=_logit_soft_cap(config),
     )
 
 
@@ -39,4 +57,12 @@ def _local(config: Config) -> Rope:
     return Rope(theta=number(config, "rope_local_base_freq", 10000.0))
 
 
-FAMILY = plain("gemma3", "Gemma3ForCausalLM", arch, NAMES)
+def _logit_soft_cap(config: Config) -> float:
+    cap = optional_number(config, "final_logit_softcapping", 0.0)
+    if cap and is_multimodal(config):
+        why = "is not supported in a multimodal model, where transformers ignores it"
+        refuse("final_logit_softcapping", why)
+    return cap
+
+
+FAMILY = plain("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), arch, NAMES)

@@ -13,7 +13,7 @@ from jserve.model.hf_config import (
 )
 from jserve.model.hf_moe import experts
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, integer, number
+from jserve.model.hf_values import Config, integer, number, without_effect
 from jserve.model.moe_specs import MoeNames
 
 NAMES = TensorNames(
@@ -29,6 +29,7 @@ NAMES = TensorNames(
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias``, true unless it is there, puts a bias on all four projections."""
+    without_effect(config, "experts_per_token", "initial_context_length")
     L = integer(config, "num_hidden_layers")
     types = layer_types(config, lambda i: (i + 1) % 2 > 0)
     clamped = Clamped(

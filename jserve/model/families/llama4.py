@@ -78,7 +78,7 @@ def _layer(config: Config, layer: DecoderLayer, chunk: int, *, norm: bool) -> De
         return replace(
             layer, attn=replace(layer.attn, chunk=chunk, qk_norm="turned" if norm else "")
         )
-    tuned = boolean(config, "attn_temperature_tuning", True)
+    tuned = bool(config.get("attn_temperature_tuning", True))  # a number in older files
     grows = Temperature(
         scale=number(config, "attn_scale", 0.1), every=integer(config, "floor_scale", 8192)
     )
@@ -97,4 +97,4 @@ def _chunks(config: Config, turned: list[bool]) -> list[int]:
     return [size if kind == CHUNKED else 0 for kind in types]
 
 
-FAMILY = plain("llama4", "Llama4ForCausalLM", arch, NAMES)
+FAMILY = plain("llama4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), arch, NAMES)

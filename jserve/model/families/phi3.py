@@ -7,7 +7,7 @@ from jserve.model.arch import Arch
 from jserve.model.decoder import TensorNames, plain
 from jserve.model.hf_config import decoder_arch
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, integer
+from jserve.model.hf_values import Config, integer, only
 
 NAMES = TensorNames(qkv="qkv_proj", gate_up="gate_up_proj")
 
@@ -16,6 +16,8 @@ def arch(config: Config) -> Arch:
     """config.json -> Arch. Under longrope the context is the original one, where the short factors hold, unless a
     longer one is asked for (``rope.for_context``)."""
     L = integer(config, "num_hidden_layers")
+    only(config, "full_attn_mod", 1)
+    only(config, "interpolate_factor", 1)
     H = integer(
         config, "head_dim", integer(config, "hidden_size") // integer(config, "num_attention_heads")
     )

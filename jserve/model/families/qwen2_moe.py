@@ -6,12 +6,13 @@ from jserve.model.arch import Arch, Router
 from jserve.model.decoder import plain
 from jserve.model.hf_config import decoder_arch, layer_types, sliding_window, windows
 from jserve.model.hf_moe import experts, sparse_layers
-from jserve.model.hf_values import Config, boolean, integer
+from jserve.model.hf_values import Config, boolean, integer, without_effect
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. Windows are, if asked, on every other layer below ``max_window_layers``."""
     window, below = 0, integer(config, "max_window_layers", 28, low=0)
+    without_effect(config, "sliding_window")
     if boolean(config, "use_sliding_window", False):
         window = sliding_window(config)
     types = layer_types(config, lambda i: window > 0 and i % 2 == 0 and i < below)

@@ -6,13 +6,14 @@ from jserve.model.arch import Arch, Router
 from jserve.model.decoder import plain
 from jserve.model.hf_config import attention_bias, decoder_arch, sliding_window
 from jserve.model.hf_moe import experts, sparse_layers
-from jserve.model.hf_values import Config, boolean, integer, refuse
+from jserve.model.hf_values import Config, boolean, integer, refuse, without_effect
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections."""
     if config.get("layer_types") is not None:
         refuse("layer_types", "is not supported for Qwen3-MoE")
+    without_effect(config, "sliding_window", "max_window_layers")
     window = sliding_window(config) if boolean(config, "use_sliding_window", False) else 0
     router = Router(normalise=boolean(config, "norm_topk_prob", False))
     moe = experts(config, router, width="moe_intermediate_size")

@@ -12,12 +12,13 @@ from jserve.model.hf_config import (
     windows,
 )
 from jserve.model.hf_rope import rope
-from jserve.model.hf_values import Config, boolean, integer
+from jserve.model.hf_values import Config, boolean, integer, without_effect
 
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. ``attention_bias`` puts a bias on all four attention projections. A window holds
     where there is no rope, if ``use_sliding_window``."""
+    without_effect(config, "max_window_layers")
     turns = layers_with_rope(config)
     window = integer(config, "sliding_window", 0, low=0)
     if not boolean(config, "use_sliding_window", False):

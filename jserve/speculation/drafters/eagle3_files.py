@@ -23,7 +23,8 @@ import numpy as np
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.hf_config import decoder_arch, full_attention
-from jserve.model.hf_values import boolean, integer, refuse
+from jserve.model.hf_keys import refuse_other_values
+from jserve.model.hf_values import ConfigReader, boolean, integer, refuse
 from jserve.speculation.drafters.eagle3 import LAYER, eagle3
 from jserve.speculation.drafters.head_files import Head, HeadFiles, must_be, must_be_off, renamed
 from jserve.weights.hf import INTEGERS
@@ -95,7 +96,9 @@ def _arch(config: Mapping[str, Any], target: Arch) -> Arch:
     must_be(config, "target_hidden_size", target.D)
     if integer(config, "num_hidden_layers") != 1:
         refuse("num_hidden_layers", f"{config['num_hidden_layers']} is not supported, only 1")
-    arch = decoder_arch(config, "eagle3")
+    reader = ConfigReader(config)
+    arch = decoder_arch(reader, "eagle3")
+    refuse_other_values(reader)
     return replace(arch, V=integer(config, "draft_vocab_size", target.V))
 
 

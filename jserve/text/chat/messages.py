@@ -19,6 +19,8 @@ MAX_CALLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a past answer's thoughts."""
+MEDIA = ("image", "image_url", "input_image", "input_audio", "video_url", "document", "input_file")
+"""Types of parts that are no text, in all dialects."""
 TEXTS = ("text", "input_text", "output_text")
 """Types of a part that is text."""
 
@@ -94,8 +96,14 @@ def _part(part: Any, at: str) -> str:
     if kind == "refusal":
         return _string(part.get("refusal"), f"{at}.refusal")
     if isinstance(kind, str):
-        raise Unsupported(f"{at}: this model takes text only, not {shown(kind)}", field=at)
+        raise not_text(kind, at)
     raise BadRequest(f"{at} must be a content part with a type", field=at)
+
+
+def not_text(kind: str, at: str) -> Unsupported:
+    """The error of a part of another kind than text, at ``at`` of the request."""
+    why = f"this model is served as text and takes no part of type {shown(kind)}"
+    return Unsupported(f"{at}: {why}", field=at)
 
 
 def _string(value: Any, at: str) -> str:
