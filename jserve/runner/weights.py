@@ -142,8 +142,9 @@ class WeightUpdate:
     def _as_they_are(self, own: Any, source: Any, some: bool) -> list[Match]:
         """The arrays of a tree whose matrices are quantised as the engine's are."""
         given = dict(leaves_of(source))
-        if some:
-            given = dict(leaves_of(own)) | given
+        if some:  # by way of host memory: what is donated is no input beside
+            kept = {name: x for name, x in leaves_of(own) if name not in given}
+            given |= jax.tree.map(np.array, kept)
         return matched(given, *self._quantised_specs)
 
     def _matches(self, own: Any, source: Any, some: bool) -> list[Match]:

@@ -409,16 +409,19 @@ def test_quantised_weights_replace_those_of_their_form(asked: str) -> None:
     wrong["layers"][1]["o"] = other["embed"]
     with pytest.raises(WeightsError, match=r"layers\.1\.o: is not quantised, must be int"):
         update(own, wrong)
+    host, copies = (
+        jax.tree.map(np.asarray, other),
+        [jax.tree.map(jnp.copy, own) for _ in range(4)],
+    )
     before = n_compiles()
-    host = jax.tree.map(np.asarray, other)
     for source in (other, host, {**host, "layers": dict(enumerate(host["layers"]))}):
-        new = update(jax.tree.map(jnp.copy, own), source)
+        new = update(copies.pop(), source)
         assert jax.tree.structure(new) == jax.tree.structure(other)
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(other), strict=True):
             assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     some = {"layers": {1: {"o": other["layers"][1]["o"]}}}
-    mixed = update(jax.tree.map(jnp.copy, own), some, some=True)
+    mixed = update(copies.pop(), some, some=True)
     assert n_compiles() == before
     for layer, tree in ((1, other), (0, own)):
         want, got = tree["layers"][layer]["o"], mixed["layers"][layer]["o"]
