@@ -310,10 +310,11 @@ def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
 
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
+    from jserve.model.dot import paths
     from jserve.model.families import family_for
     from jserve.model.hf_text import is_multimodal, served_as_text
     from jserve.model.moe_specs import check_has_experts
-    from jserve.model.quant import bytes_by_form, form_name, n_bytes
+    from jserve.model.quant import bytes_by_form, form_name
     from jserve.model.rope import for_context
     from jserve.runner.layout import partitionable, placement
     from jserve.runner.programs import use_compile_cache
@@ -353,10 +354,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     else:
         params = adopted(family, arch, params, mesh, rules, dtype)
     if scheme is not None and not scheme.widened:
-        stored, rest = (n / 1e9 for n in n_bytes(params))
-        log.info(
-            "quantization %s: %.3f GB; %.3f GB stay in %s", scheme.name, stored, rest, dtype.name
-        )
+        _say_forms(scheme.name, params, dtype.name)
     speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
     config = _with_attention(config, arch, dtype, mesh.devices.flat[0], speculation)
     if reason := _loop_over_experts(config, arch, dtype, mesh.devices.flat[0].platform, scheme):
@@ -383,6 +381,7 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "quantization": scheme.name if scheme is not None and not scheme.widened else "",
         "form": form_name(params),
         "form_bytes": bytes_by_form(params, dtype),
+        "paths": paths(params, runner.sizes.kernels, {b.T for b in runner.ladder.buckets}),
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }
@@ -503,6 +502,20 @@ def _dtype(config: EngineConfig, source: Any) -> Any:
 
     name = config.model.dtype if config.model.dtype != "auto" else dtype_name(source.config)
     return jnp.dtype(name)
+
+
+def _say_forms(scheme: str, params: Any, dtype: str) -> None:
+    """The log's line on what is quantised, and one where activations are not what a format was made for."""
+    from jserve.model.quant import bytes_by_form, n_bytes
+
+    stored, rest = (n / 1e9 for n in n_bytes(params))
+    log.info("quantization %s: %.3f GB; %.3f GB stay in %s", scheme, stored, rest, dtype)
+    if "e2m1" in bytes_by_form(params, dtype):
+        log.warning(
+            "quantization %s: 4-bit floats are of weights alone, activations stay in %s",
+            scheme,
+            dtype,
+        )
 
 
 def _scheme(config: EngineConfig, source: Any, dtype: Any) -> Any:

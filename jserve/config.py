@@ -84,9 +84,19 @@ class ModelOptions:
     )
     quantization: str = opt(
         "auto",
-        "of weights, on load; auto: as the checkpoint has them, none: widened to dtype",
-        choices=("auto", "none", "fp8", "int8", "int8-weight-only", "int4"),
-        aliases={"fp8_per_channel": "fp8", "w8a8_int8": "int8"},
+        "of weights: fp8, int8, int8-weight-only and int4 quantise on load; auto: as the checkpoint has them; none:"
+        " widened to dtype; a format: as auto, and refused of other checkpoints",
+        choices=(
+            *("auto", "none", "fp8", "int8", "int8-weight-only", "int4"),
+            *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf"),
+            *("gptq", "modelopt", "mxfp4"),
+        ),
+        aliases={
+            **dict.fromkeys(("fp8_per_channel", "ptpc_fp8", "w8a8_fp8"), "fp8"),
+            "w8a8_int8": "int8",
+            "awq_marlin": "awq",
+            "gptq_marlin": "gptq",
+        },
     )
     quantization_config: str = opt(
         "", "of quantization: JSON object with ignore, group_size, method", json=dict

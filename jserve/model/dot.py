@@ -11,7 +11,8 @@ full speed only if all of these hold (GPUs do not care), so no other file has to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -80,11 +81,34 @@ def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     )
 
 
+NATIVE = "native"
+
+
+def path_of(form: quant.Form, level: str, n: int) -> str:
+    """The path of ``n`` rows with a matrix in this form: the native kernels of ``level`` (empty: there are none),
+    or a way of ``quant.product``."""
+    return NATIVE if native_quant.takes(form, level, n) else quant.way_of(form, n)
+
+
+def paths(tree: Any, level: str, rows: Iterable[int]) -> dict[str, dict[str, list[int]]]:
+    """Name of a form -> path of its products -> the least and the most of ``rows`` that take it, for the matrices of a
+    tree of parameters or of their specs. Several paths where forms of one name differ."""
+    leaves = quant.quantised_leaves(tree)
+    forms = {leaf.form for leaf in leaves if isinstance(leaf, quant.QTensor)}
+    found: dict[str, dict[str, list[int]]] = {}
+    for form, n in itertools.product(sorted(forms, key=repr), sorted(rows)):
+        path, of_form = path_of(form, level, n), found.setdefault(form.name, {})
+        least, most = of_form.get(path, (n, n))
+        of_form[path] = [min(least, n), max(most, n)]
+    return dict(sorted(found.items()))
+
+
 def product_as(x_TD: jax.Array, w_ND: Weight, dtype: Any) -> jax.Array:
     """``dot`` with a result of ``dtype``."""
     w_ND = w_ND.reshape(-1, w_ND.shape[-1])
     if isinstance(w_ND, quant.QTensor):
-        multiply = native_quant.product if native_quant.takes(x_TD, w_ND) else quant.product
+        native_too = path_of(w_ND.form, native.kernels.value, x_TD.shape[0]) == NATIVE
+        multiply = native_quant.product if native_too else quant.product
         return multiply(x_TD, w_ND).astype(dtype)
     if dtype == jnp.float32 and native.takes(x_TD, w_ND):
         return native.product(x_TD, w_ND)
@@ -131,7 +155,8 @@ def gate_up(
     """``activated`` of gate and up as float32[T, F]; these are ``dot(x_TD, w_2FD) + bias_2F``."""
     if bias_2F is None and activation == "silu":
         if isinstance(w_2FD, quant.QTensor):
-            if native_quant.takes(x_TD, w_2FD) and native_quant.fuses(w_2FD):
+            path = path_of(w_2FD.form, native.kernels.value, x_TD.shape[0])
+            if path == NATIVE and native_quant.fuses(w_2FD):
                 return native_quant.gate_up(x_TD, w_2FD)
         elif native.takes(x_TD, w_2FD):
             return native.gate_up(x_TD, w_2FD)

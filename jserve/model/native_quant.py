@@ -15,11 +15,10 @@ INT4_ROWS = 64
 """Rows of a product with int4 up to which any level beats XLA, which unpacks the matrix in memory."""
 
 
-def takes(x_TD: jax.Array, w: QTensor) -> bool:
-    """True if the kernels in use multiply these."""
-    form, level, T = w.form, native.kernels.value, len(x_TD)
-    few = native.takes_rows(level, T) or (form.kind == "int4" and bool(level) and T <= INT4_ROWS)
-    return _reads(form) and few and w.dtype == jnp.bfloat16
+def takes(form: Form, level: str, n: int) -> bool:
+    """True if the kernels of ``level`` (empty: none) multiply ``n`` rows with a matrix in this form."""
+    few = native.takes_rows(level, n) or (form.kind == "int4" and bool(level) and n <= INT4_ROWS)
+    return _reads(form) and few and jnp.dtype(form.dtype) == jnp.bfloat16
 
 
 def _reads(form: Form) -> bool:

@@ -140,10 +140,13 @@ class QTensor:
 
     def mapped(self, change: Callable[[jax.Array], jax.Array]) -> QTensor:
         """With ``change`` made to all that lies by rows: numbers, scales, zeros and shifts."""
-        names = ("q", "scale", "zero", "shift")
-        leaves = {name: getattr(self, name) for name in names}
-        made = {name: None if x is None else change(x) for name, x in leaves.items()}
-        return replace(self, **made)
+        by_rows = {k: x for k, x in self.arrays().items() if k in ("q", "scale", "zero", "shift")}
+        return replace(self, **{name: change(x) for name, x in by_rows.items()})
+
+    def arrays(self) -> dict[str, Any]:
+        """All that it consists of, by field."""
+        names = ("q", "scale", "zero", "shift", "order", "input_scale")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
 
 def quantised_leaves(tree: Any) -> list[Any]:
@@ -166,11 +169,15 @@ def bytes_by_form(tree: Any, dtype: Any) -> dict[str, int]:
     what has none. ``dtype``: of specs that state none."""
     found: dict[str, int] = {}
     for leaf in quantised_leaves(tree):
-        name = leaf.form.name if isinstance(leaf, QTensor) else str(jnp.dtype(leaf.dtype or dtype))
-        parts = jax.tree.leaves(leaf)
+        name, parts = name_of(leaf, dtype), jax.tree.leaves(leaf)
         n = sum(math.prod(x.shape) * jnp.dtype(x.dtype or dtype).itemsize for x in parts)
         found[name] = found.get(name, 0) + n
     return dict(sorted(found.items()))
+
+
+def name_of(leaf: Any, dtype: Any) -> str:
+    """The name of a leaf's form, or of its type where it has none; ``dtype`` of a spec that states none."""
+    return leaf.form.name if isinstance(leaf, QTensor) else str(jnp.dtype(leaf.dtype or dtype))
 
 
 def form_name(tree: Any) -> str:
@@ -220,6 +227,19 @@ def grouped(q: jax.Array, form: Form) -> jax.Array:
     return q.astype(jnp.float32).reshape(*rows, form.groups(D), -1)
 
 
+WHOLE, BLOCKS, WIDENED = "xla", "xla-blocks", "xla-widened"
+"""The ways of ``product``: one product with the numbers as they are, scaled after; one for each group, whose scaled
+sums are added; one with the matrix in the type of the model."""
+
+
+def way_of(form: Form, n: int) -> str:
+    """The way of ``product`` with ``n`` rows."""
+    if not form.group:
+        return WHOLE
+    wide = not form.rounded and (jnp.dtype(form.dtype) == jnp.float32 or n > BLOCK_ROWS)
+    return WIDENED if wide else BLOCKS
+
+
 def product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
     """``x_TD @ w_ND.T`` as float32[T, N].
 
@@ -231,7 +251,7 @@ def product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
         x_TD = jnp.take(x_TD, w_ND.order[0], axis=1)
     if form.rounded:
         return _rounded_product(x_TD, w_ND)
-    if form.group and (w_ND.dtype == jnp.float32 or x_TD.shape[0] > BLOCK_ROWS):
+    if way_of(form, x_TD.shape[0]) == WIDENED:
         return _multiply(x_TD.astype(w_ND.dtype), _widened(w_ND))
     x_TD = x_TD.astype(w_ND.dtype)
     x_TBG, q_NBG = _blocks(x_TD, form), _blocks(integers(w_ND), form)

@@ -15,6 +15,7 @@ from jserve.quality.answers import Tally
 from jserve.quality.gate import METRICS, Failure
 from jserve.quality.metrics import Metric
 from jserve.weights.hf import dtype_name
+from jserve.weights.quant.on_load import KINDS
 from jserve.weights.source import Source
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ SHOWN_LAYERS = 5
 def identity(config: EngineConfig, source: Source) -> dict[str, Any]:
     """All that the answers of a model depend on, by options and files alone."""
     options = config.model
-    given = options.quantization_config
+    given, asked = options.quantization_config, options.quantization
     return {
         "weights": source.stamp,
-        "quantization": options.quantization,
+        # Names of formats say what the weights are anyway.
+        "quantization": asked if asked in ("none", *KINDS) else "auto",
         "quantization_config": json.loads(given) if given else {},
         "dtype": dtype_name(source.config) if options.dtype == "auto" else options.dtype,
         "kv_cache_dtype": config.cache.kv_cache_dtype,

@@ -4,6 +4,7 @@ The caller's arrays are only read, so a trainer may donate or delete its own rig
 
     source              a tree, checkpoint names, a directory    to leaves (``weights.handed``)
                         an adapter's factors                     added to the engine's own (``weights.adapters``)
+                        the same tree, quantised in its form     as it is
     a leaf of it        in a layout that is compiled             as it is
                         any other                                through host memory: cast, laid out, on the mesh
                         none, in a partial update                the engine's own, through host memory
@@ -31,7 +32,14 @@ from jserve.model.shard import abstract, padded
 from jserve.model.step import StepModel
 from jserve.runner.compiler import Compiler
 from jserve.weights.adapters import AdapterDelta, changes
-from jserve.weights.adopt import Match, in_host_memory, leaves_of, matched
+from jserve.weights.adopt import (
+    Match,
+    has_quantised,
+    in_host_memory,
+    is_nnx_state,
+    leaves_of,
+    matched,
+)
 from jserve.weights.handed import from_directory, from_names, named_arrays
 from jserve.weights.place import named
 from jserve.weights.quant.rounding import as_tensor
@@ -70,6 +78,13 @@ class WeightUpdate:
             (layout, make("weight_update", update, leaves, layout, options=options))
             for layout in ([] if self._made_elsewhere else layouts)
         ]
+        self._quantised_specs = (model.specs(), model.family.specs(model.arch, 1))
+        copied = _update(leaves, [None] * len(leaves))
+        self._copies = (
+            [(leaves, make("weight_copy", copied, leaves, leaves, options=options))]
+            if self._quantised
+            else []
+        )
 
     def __call__(self, own: Any, source: Any, *, some: bool = False) -> Any:
         """The tree ``own`` with the values of ``source``, once they are there; ``own`` is donated.
@@ -80,16 +95,20 @@ class WeightUpdate:
             some: parameters that ``source`` lacks keep their values.
 
         Raises:
-            WeightsError: a leaf is missing, unknown, deleted, or has another shape or no floating
-                dtype; ``field`` is ``params.<path>``. Or the engine's checkpoint is quantised, or its weights were
-                quantised on load and the update is partial.
+            WeightsError: a leaf is missing, unknown, deleted, or has another shape, form or no floating
+                dtype; ``field`` is ``params.<path>``. Or the engine's checkpoint is quantised and ``source`` is not, or
+                its weights were quantised on load and the update is partial.
         """
-        if self._made_elsewhere:
-            why = "the checkpoint is quantised; only weights quantised on load can be replaced"
+        programs = self._programs
+        if self._quantised and _is_tree(source) and has_quantised(source):
+            matches, programs = self._as_they_are(own, source, some), self._copies
+        elif self._made_elsewhere:
+            why = "the checkpoint is quantised; only a tree of matrices in its forms replaces them"
             raise WeightsError(f"params: {why}", field="params")
-        matches = self._matches(own, source, some)
+        else:
+            matches = self._matches(own, source, some)
         layout, program = max(
-            self._programs, key=lambda p: sum(map(_fits, (m.array for m in matches), p[0]))
+            programs, key=lambda p: sum(map(_fits, (m.array for m in matches), p[0]))
         )
         given = [_staged(m, leaf) for m, leaf in zip(matches, layout, strict=True)]
         new = program(jax.tree.leaves(own), given)
@@ -119,6 +138,14 @@ class WeightUpdate:
         leaves = [_staged(match, leaf) for match, leaf in zip(matches, layout, strict=True)]
         tree = jax.tree.unflatten(self._structure, leaves)
         return tree, {match.name: match.array for match in matches}
+
+    def _as_they_are(self, own: Any, source: Any, some: bool) -> list[Match]:
+        """The arrays of a tree whose matrices are quantised as the engine's are."""
+        given = dict(leaves_of(source))
+        if some:  # by way of host memory: what is donated is no input beside
+            kept = {name: x for name, x in leaves_of(own) if name not in given}
+            given |= jax.tree.map(np.array, kept)
+        return matched(given, *self._quantised_specs)
 
     def _matches(self, own: Any, source: Any, some: bool) -> list[Match]:
         if isinstance(source, AdapterDelta):
@@ -151,6 +178,13 @@ class WeightUpdate:
                 change = in_host_memory(match, np.dtype(np.float32))
                 given[name] = given[name].astype(np.float32) + change
         return matched(given, self._specs, self._canonical)
+
+
+def _is_tree(source: Any) -> bool:
+    """True for what is no directory, no adapter and no pairs of names and arrays; nothing is read of it."""
+    if isinstance(source, str | Path | AdapterDelta):
+        return False
+    return isinstance(source, Mapping) or is_nnx_state(source)
 
 
 def _as(leaf: Leaf, dtype: Any) -> Leaf:
@@ -198,7 +232,7 @@ def delete_leaves(source: Any, kept: Any) -> None:
     own = {id(leaf) for leaf in jax.tree.leaves(kept)}
     if isinstance(source, str | Path) or named_arrays(source) is not None:
         return
-    for _, leaf in leaves_of(source):
+    for leaf in jax.tree.leaves([leaf for _, leaf in leaves_of(source)]):
         if isinstance(leaf, jax.Array) and id(leaf) not in own and not leaf.is_deleted():
             leaf.delete()
 

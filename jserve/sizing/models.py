@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jserve.errors import ConfigError, WeightsError
 from jserve.gguf.header import is_gguf
 from jserve.model.arch import Arch
+from jserve.model.dot import paths
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.quant import bytes_by_form
@@ -79,6 +80,10 @@ class Model:
     def form_bytes(self) -> dict[str, int]:
         """Bytes of the parameters in each form, of one device that has all of them."""
         return bytes_by_form(self.family.specs(self.arch, 1), self.dtype)
+
+    def paths(self, tp: int, level: str, rows: Iterable[int]) -> dict[str, dict[str, list[int]]]:
+        """As ``dot.paths``, of the matrices of ``tp`` devices."""
+        return paths(self.family.specs(self.arch, tp), level, rows)
 
     def weight_bytes(self, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
         """Bytes on one device of ``tp * ep``, experts spread over groups of ``tp``."""

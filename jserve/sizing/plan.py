@@ -125,6 +125,9 @@ class Plan:
     weight_bytes_total: int
     form_bytes: dict[str, int]
     """Bytes of the weights in each form; what is not quantised has the name of its type."""
+    paths: dict[str, dict[str, list[int]]]
+    """The paths of products with matrices in each quantised form, by the least and the most tokens of the programs that
+    take them: native kernels, or XLA's products (``jserve.model.dot.path_of``)."""
     active_bytes_total: int
     """Of the active parameters."""
     device: str
@@ -227,6 +230,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         dtype=str(model.dtype),
         weight_bytes_total=model.weight_bytes(1),
         form_bytes=model.form_bytes(),
+        paths=model.paths(tp, sizes.kernels, {b.T for b in laid.buckets}),
         active_bytes_total=round((line.active + line.unembed) * line.itemsize),
         device=chip.name,
         devices=tp,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -64,6 +64,8 @@ def _memory(plan: Plan) -> Table:
     if len(plan.form_bytes) > 1:
         forms = ", ".join(f"{form} {n / 1e9:.2f}" for form, n in plan.form_bytes.items())
         table.add_row("  by form", "", f"{forms} GB in all")
+    for form, taken in plan.paths.items():
+        table.add_row(f"  {form} by", "", _paths(taken))
     active = f"{plan.active_parameters / 1e9:.2f} B parameters"
     read = f"{active}, {plan.active_bytes_total / 1e9:.2f} GB in all"
     table.add_row("  one token reads", "", read)
@@ -80,6 +82,12 @@ def _memory(plan: Plan) -> Table:
     table.add_row("scratch and rest", _gib(others), "")
     table.add_row("taken", _gib(m.total_bytes), "")
     return table
+
+
+def _paths(taken: Mapping[str, Sequence[int]]) -> str:
+    """The paths of a form, and the tokens of programs that take them."""
+    ranges = {path: f"{a} to {b}" if a < b else f"{a}" for path, (a, b) in taken.items()}
+    return ", ".join(f"{path} ({tokens} tokens)" for path, tokens in ranges.items())
 
 
 def _residents(plan: Plan) -> Table:

@@ -25,7 +25,7 @@ from jserve.model.family import Family
 from jserve.model.hf_text import sees_images
 from jserve.model.quant import QTensor, quantised_leaves
 from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
-from jserve.weights.adopt import adopt
+from jserve.weights.adopt import adopt, has_quantised
 from jserve.weights.dummy import draw
 from jserve.weights.gguf import GgufFile
 from jserve.weights.hf import BYTES, FLOATS, INTEGERS, Kinds, Tensors
@@ -106,12 +106,20 @@ def load(
 
 
 def _check_forms(stored: Any, specs: Any) -> None:
-    """Refuse devices that would cut the groups of a stored tree, which holds the forms of one device."""
+    """Refuse devices that would cut the groups of a stored tree, which holds the forms of one device, or share inputs
+    that are in an order."""
     for a, b in zip(quantised_leaves(stored), quantised_leaves(specs), strict=True):
-        if isinstance(a, QTensor) and (a.form.kind, a.form.group) != (b.form.kind, b.form.group):
+        if not isinstance(a, QTensor):
+            continue
+        why = ""
+        if not isinstance(b, QTensor):
+            why = "shares inputs that are in an order"
+        elif (a.form.kind, a.form.group) != (b.form.kind, b.form.group):
+            why = f"cuts groups of {a.form.group} inputs"
+        if why:
             raise ConfigError(
-                f"tensor_parallel_size cuts groups of {a.form.group} inputs, which an Orbax checkpoint keeps whole;"
-                " serve the checkpoint that it was converted from",
+                f"tensor_parallel_size {why}, which an Orbax checkpoint keeps whole; serve the checkpoint that it was"
+                " converted from",
                 field="tensor_parallel_size",
             )
 
@@ -137,14 +145,15 @@ EXPERTS = ".experts."
 def adopted(
     family: Family, arch: Arch, params: Any, mesh: Mesh, rules: ShardRules, dtype: Any
 ) -> Any:
-    """``load`` of parameters that a user passes in: a copy, laid out and quantised as ``family`` wants them.
+    """``load`` of parameters that a user passes in: a copy, laid out and quantised as ``family`` wants them. Matrices
+    that are quantised in that form are taken as they are.
 
     Raises:
         WeightsError, ConfigError: as ``adopt.adopt``.
-        ConfigError: the checkpoint is quantised; ``field`` is ``quantization``.
+        ConfigError: the checkpoint is quantised and these are not; ``field`` is ``quantization``.
     """
     specs = _padded_specs(family, arch, mesh, rules)
-    if family.wide is None:
+    if family.wide is None or has_quantised(params):
         return adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
     if any(isinstance(x, QTensor) and not x.form.method for x in quantised_leaves(specs)):
         why = "the checkpoint is quantised, params are not; quantization 'none' takes them"

@@ -28,7 +28,7 @@ from jserve.gguf.config import config_of
 from jserve.gguf.header import is_gguf, read
 from jserve.gguf.tokenizer import files as gguf_files
 from jserve.model.shard import ParamSpec, ShardRules, is_spec
-from jserve.weights.adopt import place
+from jserve.weights.adopt import is_exact, place
 from jserve.weights.place import Progress, bad_values_on_device, named, sharding_of
 from jserve.weights.source import ORBAX_DIR
 
@@ -136,7 +136,9 @@ def _check_stored(root: Path, stored: dict[str, Any], wanted: list[tuple[str, Pa
         shape, dtype = tuple(stored[name].shape), np.dtype(stored[name].dtype)
         if shape != spec.shape:
             raise _broken(root, name, f"shape {shape}, the config asks for {spec.shape}")
-        if spec.dtype is not None and dtype.itemsize == 1 and dtype == np.dtype(spec.dtype):
+        if is_exact(spec.dtype):
+            if dtype != np.dtype(spec.dtype):
+                raise _broken(root, name, f"dtype {dtype}, must be {np.dtype(spec.dtype)}")
             continue
         if dtype.name not in ("bfloat16", "float16", "float32"):
             raise _broken(root, name, f"dtype {dtype}, must be bf16, f16 or f32")

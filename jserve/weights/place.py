@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jserve.errors import ConfigError
+from jserve.model.quant import QTensor
 from jserve.model.shard import ParamSpec, ShardRules, is_spec, n_parts, rule
 from jserve.weights.layout import Index, check
 
@@ -49,6 +50,14 @@ def named(specs: Any) -> list[tuple[str, ParamSpec]]:
     """(dotted name, spec) of every parameter, in tree order."""
     found = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), spec) for path, spec in found]
+
+
+def matrices(specs: Any) -> dict[str, ParamSpec | QTensor]:
+    """As ``named``, with a quantised matrix as one."""
+    whole = jax.tree_util.tree_leaves_with_path(
+        specs, is_leaf=lambda x: is_spec(x) or isinstance(x, QTensor)
+    )
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in whole}
 
 
 def sharding_of(spec: ParamSpec, name: str, mesh: Mesh, rules: ShardRules) -> NamedSharding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.extend.core import jaxprs_in_params
 
-from jserve.model.dot import dot, gate_up
+from jserve.model import native
+from jserve.model.dot import dot, gate_up, path_of, paths
 from jserve.model.quant import HALF_BYTES, LARGEST, Form, QTensor, integers, rounded, widened
 from jserve.weights.quant.matrix import packed
 
@@ -122,6 +125,58 @@ def test_widened_is_exact(name: str):
     w, exact = tensor(form, (3, 5))
     assert w.shape == (3, 5, D)
     np.testing.assert_array_equal(np.asarray(widened(w)), exact.astype(np.float32))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def traced_path(w: QTensor, T: int, level: str) -> str:
+    """What the product is in fact, by its trace: a call of a kernel, a product of groups, or one of a matrix, whose
+    numbers were multiplied by their scales before or were not."""
+    x = jax.ShapeDtypeStruct((T, D), jnp.float32)
+    with native.kernels(level):
+        found = list(equations(jax.make_jaxpr(lambda x: dot(x, w))(x).jaxpr))
+    if any("ffi" in eqn.primitive.name for eqn in found):
+        return "native"
+    first = next(eqn for eqn in found if eqn.primitive.name == "dot_general")
+    if first.params["dimension_numbers"][1][0]:
+        return "xla-blocks"
+    before = found[: found.index(first)]
+    scaled = any(e.primitive.name == "mul" and e.outvars[0].aval.size == N * D for e in before)
+    return "xla-widened" if scaled else "xla"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_path_that_is_named_is_the_one_taken(name: str):
+    for dtype in ("float32", "bfloat16"):
+        w, _ = tensor(replace(FORMS[name], dtype=dtype))
+        named = paths({"w": w}, "avx512f", (1, 8, 9, 16, 17, 64, 65))[w.form.name]
+        for level in ("", "avx512f", "avx512_bf16"):
+            for T in (1, 8, 9, 16, 17, 64, 65):
+                path = path_of(w.form, level, T)
+                assert path == traced_path(w, T, level), (dtype, level, T)
+                if level == "avx512f":
+                    least, most = named[path]
+                    assert least <= T <= most
+
+
+def test_paths_are_named_by_form_and_tokens():
+    four, eight = (replace(FORMS[n], dtype="bfloat16") for n in ("int4", "int8 rounded"))
+    tree = {"a": tensor(four)[0], "b": [tensor(eight)[0], jnp.zeros(3)]}
+    assert paths(tree, "", (2, 32, 512)) == {
+        "int4": {"xla-blocks": [2, 2], "xla-widened": [32, 512]},
+        "int8": {"xla": [2, 512]},
+    }
+    assert paths(tree, "avx512f", (2, 32, 512)) == {
+        "int4": {"native": [2, 32], "xla-widened": [512, 512]},
+        "int8": {"native": [2, 2], "xla": [32, 512]},
+    }
+    assert paths(tree, "avx512_bf16", (2, 32, 512))["int4"] == {"native": [2, 512]}
+    assert paths({"b": jnp.zeros(3)}, "", (2,)) == {}
 
 
 def test_packed_numbers_are_read_in_their_order():

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jserve import build
 from jserve.config import EngineConfig
-from jserve.model import quant
-from jserve.model.quant import QTensor
 from jserve.quality.gate import Failure, bounds_of, failures, read_gate
 from jserve.quality.run import QualityWish, judge
 from jserve.quality.texts import shipped
 from jserve.weights import loader
 from jserve.weights.offline.job import quantize
 from jserve.weights.offline.wish import Wish
-from jserve.weights.safetensors import SafetensorsFile
-from jserve.weights.safetensors_writer import write_safetensors
+from tests.quality import mini_formats
+from tests.weights import plants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = {
@@ -44,7 +41,8 @@ def judged(directory: Path, reference: str = "", **options: Any) -> tuple[dict, 
     wish = QualityWish(directory=directory, questions=False, reference=reference)
     report = judge(EngineConfig.of(**SMALL, **options), wish, lambda *_: None)
     gate = shipped("gate.json")
-    bounds = bounds_of(read_gate(gate), gate, report["form"])
+    form = {"uint4": "int4"}.get(report["form"], report["form"])
+    bounds = bounds_of(read_gate(gate), gate, form)
     about = {"mean_kl", "p99_kl", "same_top", "ln_ppl_ratio", "worst_layer"}
     return report, failures(report["metrics"], {k: v for k, v in bounds.items() if k in about})
 
@@ -65,37 +63,75 @@ def test_int8_is_as_near_as_it_was_simulated(green: dict) -> None:
     assert green["metrics"]["mean_kl"]["value"] < 1.2 * 0.00026
 
 
+def with_plant(
+    patch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    *args: Any,
+    **options: Any,
+) -> tuple[dict, list[Failure]]:
+    """``judged`` with a fault, in programs that are traced anew."""
+    plant(patch)
+    jax.clear_caches()
+    try:
+        return judged(*args, **options)
+    finally:
+        patch.undo()
+        jax.clear_caches()
+
+
 def test_a_scale_per_tensor_of_activations_is_red(
     green: dict, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def per_tensor(x_TBG: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-        scale_TB = jnp.full(x_TBG.shape[:2], jnp.max(jnp.abs(x_TBG)) / 127)
-        return jnp.round(x_TBG / scale_TB[..., None]).astype(jnp.int8), scale_TB
-
-    monkeypatch.setattr(quant, "rounded", per_tensor)
-    jax.clear_caches()
-    try:
-        report, failed = judged(directory, quantization="int8")
-    finally:
-        jax.clear_caches()
+    report, failed = with_plant(
+        monkeypatch, plants.scale_per_tensor, directory, quantization="int8"
+    )
     assert "mean_kl" in names(failed), report["metrics"]
 
 
-def test_doubled_scales_of_one_layer_are_red_and_named(
-    green: dict, directory: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def of_format(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+    """Options that serve the shipped model in a format, which the gate lets through as it is."""
+
+    @cache
+    def made(name: str) -> dict[str, Any]:
+        path = tmp_path_factory.mktemp("formats") / "mini"
+        if name == "pack-quantized":
+            options = {"model": str(quantize(str(build.shipped()), path, Wish(scheme="int4"), []))}
+        else:
+            options = {"model": str(mini_formats.written(path, name))}
+        if options["model"].endswith(".gguf"):
+            template = build.shipped() / "chat_template.jinja"
+            options |= {"tokenizer": str(build.shipped()), "chat_template": str(template)}
+        report, failed = judged(directory, str(build.shipped()), **options)
+        assert not failed, report["metrics"]
+        return options
+
+    return made
+
+
+@pytest.mark.parametrize("name", plants.READ)
+def test_a_fault_of_what_is_read_is_red(
+    of_format: Callable[[str], dict],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    source = str(build.shipped())
-    out = quantize(source, tmp_path / "out", Wish(scheme="int8"), [])
-    path = out / "model-00003-of-00006.safetensors"
-    file = SafetensorsFile(path)
-    tensors = {name: np.array(file.read(name)) for name in file.tensors}
-    for name in tensors:
-        if "down_proj" in name and name.endswith("weight_scale"):
-            tensors[name] *= 2
-    write_safetensors(path, tensors)
-    report, failed = judged(directory, source, model=str(out))
-    assert {"mean_kl", "worst_layer"} <= names(failed)
-    assert report["layers"][0]["product"] == "2.down"
+    plant, fmt = plants.READ[name]
+    options = of_format(fmt)
+    report, failed = with_plant(monkeypatch, plant, directory, str(build.shipped()), **options)
+    assert "mean_kl" in names(failed), report["metrics"]
+    if name == "doubled scales of one layer":
+        assert report["layers"][0]["product"] == "1.down"
+        assert "worst_layer" in names(failed)
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["as it is", "planted"])
+def test_the_kv_scale_of_another_head_is_red(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    plant = plants.kv_scale_of_another_head if planted else lambda patch: None
+    report, failed = with_plant(monkeypatch, plant, directory, kv_cache_dtype="int8_per_token_head")
+    assert ("mean_kl" in names(failed)) is planted, report["metrics"]
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["as it is", "planted"])
@@ -103,20 +139,8 @@ def test_scales_that_are_not_repeated_with_kv_heads_are_red(
     green: dict, directory: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
 ) -> None:
     """Over four devices the two kv heads are kept twice each: 0 0 1 1. Planted: their scales as 0 1 0 1."""
-    real = loader.load
-
-    def load(*args: Any, **how: Any) -> Any:
-        params = real(*args, **how)
-        for layer in params["layers"]:
-            qkv: QTensor = layer["qkv"]
-            assert qkv.shape[0] == 4
-            moved = qkv.scale.at[:, -2:].set(qkv.scale[jnp.array([0, 2, 0, 2]), -2:])
-            scale = jax.device_put(moved, qkv.scale.sharding)
-            layer["qkv"] = replace(qkv, scale=scale)
-        return params
-
     if planted:
-        monkeypatch.setattr(loader, "load", load)
+        monkeypatch.setattr(loader, "load", plants.with_swapped_kv_scales(loader.load))
     report, failed = judged(directory, quantization="int8", tensor_parallel_size=4)
     assert report["tensor_parallel_size"] == 4
     assert ("mean_kl" in names(failed)) is planted, report["metrics"]

@@ -26,6 +26,7 @@ from jserve.runner.runner import ModelRunner
 from jserve.runner.weights import WeightUpdate
 from jserve.weights.adapters import AdapterDelta
 from jserve.weights.adopt import Match, adopt, in_host_memory, leaves_of
+from jserve.weights.dummy import draw_all
 from jserve.weights.handed import from_names
 from jserve.weights.loader import adopted
 from jserve.weights.place import named
@@ -377,5 +378,60 @@ def test_weights_of_a_quantised_checkpoint_are_not_replaced() -> None:
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     scheme = scheme_of({"quantization_config": config}, jnp.bfloat16)
     model = dataclasses.replace(model, family=quantised(LLAMA, scheme))
-    with pytest.raises(WeightsError, match="quantised on load"):
+    with pytest.raises(WeightsError, match="in its forms"):
         WeightUpdate(model, {})(None, given)
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+
+
+@pytest.mark.parametrize("asked", ["int8", "auto"])
+def test_quantised_weights_replace_those_of_their_form(asked: str) -> None:
+    """Those of weights quantised on load and of a checkpoint; as they are, of one device or of two, by programs that
+    are there. Another form is refused by its path, and the old weights stay."""
+    model, _, _, _ = bf16_update(2, 128)
+    config = {"quantization_config": AWQ} if asked == "auto" else {}
+    family = quantised(LLAMA, scheme_of(config, jnp.bfloat16, asked))
+    model = dataclasses.replace(model, family=family)
+    how = (model.mesh, RULES, model.dtype)
+    own = draw_all(model.specs(), 1, model.mesh, RULES, model.dtype)
+    other = draw_all(model.specs(), 2, model.mesh, RULES, model.dtype)
+    with starting():
+        update = WeightUpdate(model, {})
+    wrong = {**other, "layers": [dict(layer) for layer in other["layers"]]}
+    o = wrong["layers"][1]["o"]
+    wrong["layers"][1]["o"] = dataclasses.replace(
+        o, form=dataclasses.replace(o.form, group=8, zeros=True)
+    )
+    with pytest.raises(WeightsError, match=r"params\.layers\.1\.o: is in another form: group") as e:
+        update(own, wrong)
+    assert e.value.field == "params.layers.1.o"
+    wrong["layers"][1]["o"] = other["embed"]
+    with pytest.raises(WeightsError, match=r"layers\.1\.o: is not quantised, must be int"):
+        update(own, wrong)
+    host, copies = (
+        jax.tree.map(np.asarray, other),
+        [jax.tree.map(jnp.copy, own) for _ in range(4)],
+    )
+    before = n_compiles()
+    for source in (other, host, {**host, "layers": dict(enumerate(host["layers"]))}):
+        new = update(copies.pop(), source)
+        assert jax.tree.structure(new) == jax.tree.structure(other)
+        for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(other), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    some = {"layers": {1: {"o": other["layers"][1]["o"]}}}
+    mixed = update(copies.pop(), some, some=True)
+    assert n_compiles() == before
+    for layer, tree in ((1, other), (0, own)):
+        want, got = tree["layers"][layer]["o"], mixed["layers"][layer]["o"]
+        np.testing.assert_array_equal(np.asarray(got.q), np.asarray(want.q))
+    assert adopted(family, model.arch, other, *how)["layers"][0]["o"].form == o.form
+
+
+def test_quantised_weights_into_wide_ones_are_refused_by_path() -> None:
+    model, update, own, _ = bf16_update(1, 128)
+    family = quantised(LLAMA, scheme_of({}, jnp.bfloat16, "int8"))
+    given = draw_all(family.specs(model.arch, 1), 2, model.mesh, RULES, model.dtype)
+    with pytest.raises(WeightsError, match=r"down: is int8, must be not quantised"):
+        update(own, given)

@@ -153,11 +153,13 @@ def compressed(fmt: str, weights: Mapping[str, Any], **group: Any) -> Format:
             return {"weight": q, "weight_scale": s}, q.astype(np.float32) * s
         q = rng.integers(-top, top, (N, D))
         z = np.zeros((N, B), int) if symmetric else rng.integers(-top, top, (N, B))
+        z = np.full((N, B), z[0, 0]) if strategy == "tensor" else z
         at, wide_s = np.arange(D) // (D // B), np.broadcast_to(s, (N, B))
         at = order_of(D) // (D // B) if order else at
         wide = (q - z[:, at]).astype(np.float32) * wide_s[:, at]
         if fmt != "pack-quantized":
             made = {"weight": q.astype(np.int8), "weight_scale": s}
+            z = z[0] if strategy == "tensor" else z
             return made | ({} if symmetric else {"weight_zero_point": z.astype(np.int8)}), wide
         into = dense_words if dense else words
         made = {
@@ -190,9 +192,12 @@ FORMATS: dict[str, Format] = {
     "gptq 4 bits": gptq(4, 32, True, 1),
     "gptq 4 bits, zeros": gptq(4, 32, False, 1),
     "gptq version 2": gptq(4, 32, False, 2),
+    "gptq version 2, symmetric": gptq(4, 32, True, 2),
     "gptq 8 bits, rows": gptq(8, -1, True, 1),
     "gptq 2 bits": gptq(2, 64, False, 1),
+    "gptq 2 bits, symmetric": gptq(2, 32, True, 1),
     "gptq 3 bits": gptq(3, 32, False, 1),
+    "gptq 3 bits, symmetric": gptq(3, 32, True, 2),
     "gptq ordered": gptq(4, 32, True, 1, order=True),
     "gptq ordered, zeros": gptq(8, 16, False, 2, order=True),
     "fp8": fp8(0),
@@ -218,6 +223,23 @@ FORMATS: dict[str, Format] = {
         input_activations=TOKEN8 | {"type": "int"},
         form="int8 rounded",
     ),
+    "naive-quantized": compressed(
+        "naive-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        input_activations=TOKEN8 | {"type": "int"},
+        form="int8 rounded",
+    ),
+    "naive-quantized, float": compressed(
+        "naive-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+        input_activations=TOKEN8 | {"type": "float"},
+        form="e4m3 rounded",
+    ),
+    "int of a matrix, zeros": compressed(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False},
+        form="int8 zeros",
+    ),
     "int-quantized, zeros": compressed(
         "int-quantized",
         {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
@@ -230,6 +252,21 @@ FORMATS: dict[str, Format] = {
     "pack 3 bits": compressed("pack-quantized", INT4 | {"num_bits": 3}, form="int4 g32"),
     "pack 3 bits, dense": compressed(
         "pack-quantized", INT4 | {"num_bits": 3}, dense=True, form="int4 g32"
+    ),
+    "pack 2 bits": compressed("pack-quantized", INT4 | {"num_bits": 2}, form="int4 g32"),
+    "pack 5 bits": compressed("pack-quantized", INT4 | {"num_bits": 5}, form="int8 g32"),
+    "pack 5 bits, dense": compressed(
+        "pack-quantized", INT4 | {"num_bits": 5}, dense=True, form="int8 g32"
+    ),
+    "pack 6 bits, dense, zeros": compressed(
+        "pack-quantized",
+        INT4 | {"num_bits": 6, "symmetric": False},
+        dense=True,
+        form="int8 g32 zeros",
+    ),
+    "pack 7 bits": compressed("pack-quantized", INT4 | {"num_bits": 7}, form="int8 g32"),
+    "pack 7 bits, dense": compressed(
+        "pack-quantized", INT4 | {"num_bits": 7}, dense=True, form="int8 g32"
     ),
     "pack 8 bits": compressed(
         "pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, form="int8"

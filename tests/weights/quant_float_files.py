@@ -111,6 +111,14 @@ def fp8_powers(rng: np.random.Generator, N: int, D: int) -> tuple[Tensors, np.nd
     return made | {"weight_scale_inv": s}, wide
 
 
+def fp8_bf16(rng: np.random.Generator, N: int, D: int) -> tuple[Tensors, np.ndarray]:
+    made, _ = fp8_blocks(rng, N, D, 32, "weight_scale_inv")
+    s = made["weight_scale_inv"].astype(ml_dtypes.bfloat16)
+    rows = [[float(s[n // 32, d // 32]) for d in range(D)] for n in range(N)]
+    wide = made["weight"].astype(np.float32) * np.array(rows, np.float32)
+    return made | {"weight_scale_inv": s}, wide
+
+
 def fbgemm(rng: np.random.Generator, N: int, D: int) -> tuple[Tensors, np.ndarray]:
     q, s = rng.normal(0, 60, (N, D)).astype(E4M3), scales(rng, (N, 1))
     bound = np.array([1200.0], np.float32)
@@ -163,11 +171,12 @@ def auto_round(packing: str, of: Format) -> Format:
 
 
 E4M3_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+INT8_TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor"}
 MX = ("group", 32)
 BNB8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
-def more(awq: Format) -> dict[str, Format]:
+def more(awq: Format, packed: Format) -> dict[str, Format]:
     """Formats by name."""
     of_matrix = compressed("float-quantized", E4M3_TENSOR)
     fp8 = {"quant_method": "fp8"}
@@ -194,6 +203,16 @@ def more(awq: Format) -> dict[str, Format]:
             pack=fp8_powers,
             form="e4m3 g32 rounded",
         ),
+        "fp8 blocks, bfloat16 scales": Format(
+            config=fp8 | {"weight_block_size": [32, 32]}, pack=fp8_bf16, form="e4m3 g32 rounded"
+        ),
+        "int static": Format(
+            config=compressed(
+                "int-quantized", INT8_TENSOR, input_activations=INT8_TENSOR | {"dynamic": False}
+            ).config,
+            pack=static(compressed("int-quantized", INT8_TENSOR).pack),
+            form="int8 static",
+        ),
         "fbgemm": Format(
             config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
             pack=fbgemm,
@@ -206,4 +225,17 @@ def more(awq: Format) -> dict[str, Format]:
         "bitsandbytes int8": Format(config=BNB8, pack=bnb8, form="int8"),
         "auto-round gptq": auto_round("auto_round:auto_gptq", gptq(4, 32, True, 1)),
         "auto-round awq": auto_round("auto_round:auto_awq", awq),
+        "auto-round fp8": Format(
+            config=fp8
+            | {"quant_method": "auto-round", "packing_format": "auto_round:fp8"}
+            | {"weight_block_size": [32, 32]},
+            pack=fp8_bf16,
+            form="e4m3 g32 rounded",
+        ),
+        "auto-round llm_compressor": Format(
+            config=dict(packed.config)
+            | {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            pack=packed.pack,
+            form=packed.form,
+        ),
     }

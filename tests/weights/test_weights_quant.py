@@ -15,7 +15,6 @@ from jserve.model.hand import Row
 from jserve.model.quant import Form, QTensor, widened
 from jserve.model.shard import ShardRules, make_mesh, partitions
 from jserve.model.view import Bucket
-from jserve.weights.convert import convert
 from jserve.weights.loader import load
 from jserve.weights.quant.gguf import FORMS as GGUF
 from jserve.weights.quant.scheme import quantised, scheme_of
@@ -26,7 +25,7 @@ from tests.weights.quant_files import FORMATS as WHOLE, Format, compressed, gptq
 from tests.weights.quant_float_files import more
 from tests.weights.weights_kit import LLAMA, Model
 
-FORMATS = WHOLE | more(WHOLE["awq"])
+FORMATS = WHOLE | more(WHOLE["awq"], WHOLE["pack-quantized"])
 
 
 RULES = ShardRules()
@@ -48,15 +47,21 @@ def is_matrix(name: str, x: np.ndarray) -> bool:
 
 
 class Written(Model):
-    """A checkpoint in a format. ``wide``: its tensors as they would be without it."""
+    """A checkpoint in a format. ``wide``: its tensors as they would be without it; ``head``: lm_head has it, too."""
 
     def __init__(
-        self, path: Path, fmt: Format, edit: Any = None, base: Any = CONFIG, **config: Any
+        self,
+        path: Path,
+        fmt: Format,
+        edit: Any = None,
+        base: Any = CONFIG,
+        head: bool = False,
+        **config: Any,
     ) -> None:
         super().__init__(path, base, np.float32)
         rng, self.wide = np.random.default_rng(1), dict(self.tensors)
         for name, x in self.wide.items():
-            if is_matrix(name, x):
+            if is_matrix(name, x) or (head and "lm_head" in name):
                 stem = name.removesuffix(".weight")
                 made, self.wide[name] = fmt.pack(rng, *x.shape)
                 del self.tensors[name]
@@ -94,6 +99,7 @@ def test_the_table_of_the_docs_is_what_is_served() -> None:
     for fmt in FORMATS.values():
         keys = ("format", "quant_algo", "quant_method")
         name = next(fmt.config[key] for key in keys if key in fmt.config)
+        name = "auto-round" if "packing_format" in fmt.config else name
         want.setdefault(name, set()).add(re.sub(r" g\d+", "", fmt.form))
     want["mxfp4"] = {"e2m1"}
     of_gguf = [Form(**form) for form in GGUF.values()]
@@ -134,14 +140,23 @@ def said(x: Any) -> str:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_stands_for_these_matrices(tmp_path: Path, name: str) -> None:
-    model = Written(tmp_path, FORMATS[name])
-    for tp in (1, 4):
+    check_matrices(Written(tmp_path, FORMATS[name]), FORMATS[name].form, (1, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_stands_for_these_matrices_on_other_devices(tmp_path: Path, name: str) -> None:
+    """On eight, ``down`` has shards of 24 inputs, below most groups, and each kv head lies four times."""
+    check_matrices(Written(tmp_path, FORMATS[name]), FORMATS[name].form, (2, 8))
+
+
+def check_matrices(model: Written, form: str, sizes: tuple[int, ...]) -> None:
+    """The parameters on so many devices."""
+    for tp in sizes:
         params = loaded(model, tp)
-        assert said(params["layers"][0]["gate_up"]) == FORMATS[name].form
+        assert said(params["layers"][0]["gate_up"]) == form
         if tp == 1:
-            assert isinstance(params["layers"][0]["down"], QTensor) == (
-                FORMATS[name].form != "wide"
-            )
+            assert isinstance(params["layers"][0]["down"], QTensor) == (form != "wide")
         want = assemble_all(model.family.specs(model.arch, tp), model.wide.__getitem__, jnp.float32)
         assert_equal(wide(params), want)
 
@@ -299,18 +314,6 @@ def test_ignored_modules_stay_wide_and_take_their_fused_neighbours_along(tmp_pat
     assert_equal(wide(params), want)
 
 
-@pytest.mark.parametrize("name", ["awq", "float-quantized"])
-def test_convert_keeps_the_form(tmp_path: Path, name: str) -> None:
-    model = Written(tmp_path / "m", FORMATS[name])
-    source = convert(str(model.path), tmp_path / "out")
-    scheme = scheme_of(source.config, jnp.float32)
-    family = quantised(model.family, scheme)
-    for tp in (1, 2):
-        how = (source, make_mesh(tp), RULES, jnp.float32)
-        restored = load(family, model.arch, *how, scheme=scheme)
-        assert_equal(wide(restored), wide(loaded(model, tp)))
-
-
 def test_scales_of_kv_of_modelopt_come_along(tmp_path: Path) -> None:
     fmt = FORMATS["modelopt fp8"]
     config = CONFIG | {"quantization_config": dict(fmt.config) | {"kv_cache_quant_algo": "FP8"}}
@@ -359,26 +362,3 @@ def edited(ending: str, change: Any) -> Any:
             tensors[name] = made
 
     return edit
-
-
-BESIDE: dict[str, tuple[str, Any]] = {
-    "hf_quant_config.json": (
-        "modelopt fp8",
-        {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
-    ),
-    "quantize_config.json": ("gptq 4 bits", dict(FORMATS["gptq 4 bits"].config)),
-    "quant_config.json": (
-        "awq",
-        {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"},
-    ),
-}
-
-
-@pytest.mark.parametrize("file", BESIDE)
-def test_a_config_of_its_own_file_is_read(tmp_path: Path, file: str) -> None:
-    name, given = BESIDE[file]
-    model = Written(tmp_path, FORMATS[name])
-    del model.config["quantization_config"]
-    model.write_json("config.json", model.config)
-    model.write_json(file, given)
-    assert said(loaded(model)["layers"][0]["gate_up"]) == FORMATS[name].form

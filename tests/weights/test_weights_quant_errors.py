@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jserve.config import EngineConfig, ModelOptions
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.shard import make_mesh
 from jserve.weights.convert import convert
 from jserve.weights.loader import adopted, load
-from jserve.weights.quant.scheme import quantised, scheme_of
+from jserve.weights.quant.on_load import KINDS
+from jserve.weights.quant.scheme import FORMATS as FORMAT_NAMES, quantised, scheme_of
+from jserve.weights.quant.values import check_patterns, matches, ways
 from tests.weights.quant_files import E4M3, gptq
 from tests.weights.test_weights_quant import (
     CONFIG,
@@ -98,8 +102,22 @@ FILES: dict[str, tuple[str, Any, str]] = {
     "scale of zero": ("float-quantized", edited("weight_scale", with_first(0.0)), "positive"),
     "scale not finite": ("int-quantized", edited("weight_scale", with_first(np.inf)), "finite"),
     "NaN": ("fp8", edited("proj.weight", with_first(NAN8)), "NaN"),
+    "NaN of compressed-tensors": ("float blocks", edited("proj.weight", with_first(NAN8)), "NaN"),
+    "NaN of modelopt": ("modelopt fp8", edited("proj.weight", with_first(NAN8)), "NaN"),
+    "NaN of mxfp8": ("mxfp8", edited("proj.weight", with_first(NAN8)), "NaN"),
+    "NaN scale of nvfp4": ("nvfp4", edited("weight_scale", with_first(NAN8)), "finite"),
     "blocks": ("fp8 blocks", edited("scale_inv", lambda x: x[:-1]), "shape"),
     "shape of its own": ("pack-quantized", edited("weight_shape", with_first(63)), "weight_packed"),
+    "gptq, scale of zero": ("gptq 4 bits", edited("scales", with_first(0.0)), "positive"),
+    "gptq, negative scale": ("gptq 4 bits", edited("scales", with_first(-0.1)), "positive"),
+    "gptq, scale not finite": ("gptq ordered", edited("scales", with_first(np.inf)), "finite"),
+    "awq, scale of zero": ("awq", edited("scales", with_first(0.0)), "positive"),
+    "awq, negative scale": ("awq without zeros", edited("scales", with_first(-0.1)), "positive"),
+    "awq, scale not finite": ("awq", edited("scales", with_first(np.nan)), "finite"),
+    "auto-round, no scale": ("auto-round gptq", edited("scales", with_first(0.0)), "not zero"),
+    "auto-round, NaN": ("auto-round awq", edited("scales", with_first(np.nan)), "finite"),
+    "negative block": ("nf4", edited("absmax", with_first(-1.0)), "not negative"),
+    "block not finite": ("nf4", edited("absmax", with_first(np.inf)), "finite"),
     "not quantised": (
         "int-quantized",
         edited("proj.weight", lambda x: x.astype(np.float32)),
@@ -116,6 +134,13 @@ def test_a_broken_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
         loaded(model)
     assert "model.safetensors:model.layers.0" in str(caught.value.field)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq 4 bits", "gptq ordered, zeros", "auto-round gptq"])
+def test_a_group_that_does_not_divide_the_inputs_is_refused(tmp_path: Path, name: str) -> None:
+    model = Written(tmp_path, FORMATS[name], group_size=40)
+    with pytest.raises(WeightsError, match=r"qweight: shape .*, groups of 40"):
+        loaded(model)
 
 
 def group(**weights: Any) -> dict[str, Any]:
@@ -189,6 +214,35 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "bits": (CT | group(**INT4 | {"num_bits": 9}), "config_groups.g.weights.num_bits"),
     "order": (CT | group(**INT4 | {"actorder": "random"}), "config_groups.g.weights.actorder"),
     "slow pattern": (CT | {"ignore": ["re:(a+)+$"]}, "ignore"),
+    "many repeats": (CT | {"ignore": ["re:.*.*.*.*.*.*x!"]}, "ignore"),
+    "many choices": (CT | {"ignore": ["re:" + "(aa|ab)" * 20 + "!"]}, "ignore"),
+    "many options": (CT | {"ignore": ["re:" + "a?" * 40 + "!"]}, "ignore"),
+    "many patterns": (CT | {"ignore": [f"re:.*{i}.*a.*!" for i in range(9)]}, "ignore"),
+    "patterns in many groups": (
+        CT
+        | {
+            "config_groups": {
+                str(i): CT["config_groups"]["group_0"] | {"targets": [f"re:.*{i}.*a.*!"]}
+                for i in range(9)
+            }
+        },
+        "config_groups",
+    ),
+    "count beyond all": (CT | {"ignore": ["re:a{99999999999}"]}, "ignore"),
+    "repeats of a rule": (GPTQ | {"dynamic": {"-:.*.*.*.*!": {}}}, "dynamic.-:.*.*.*.*!"),
+    "repeats of a module": (
+        dict(FORMATS["auto-round gptq"].config) | {"extra_config": {".*.*.*.*!": {"bits": 8}}},
+        "extra_config..*.*.*.*!",
+    ),
+    "modules of blocks": (
+        GPTQ | {"modules_in_block_to_quantize": "mlp.down_proj"},
+        "modules_in_block_to_quantize",
+    ),
+    "module of blocks": (
+        GPTQ | {"modules_in_block_to_quantize": [["mlp.down_proj", 3]]},
+        "modules_in_block_to_quantize",
+    ),
+    "rotations": (CT | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
     "no pattern": (CT | {"ignore": ["re:("]}, "ignore"),
     "long pattern": (CT | {"ignore": ["re:" + "a" * 300]}, "ignore"),
 }
@@ -213,3 +267,85 @@ def test_a_file_that_contradicts_its_config_is_refused_with_both_names(tmp_path:
     model.write_json("config.json", config)
     with pytest.raises(WeightsError, match=r"qweight: missing \(there is weight\)"):
         loaded(model)
+
+
+PATTERNS = (
+    r".*lm_head",
+    r".*self_attn.*",
+    r".*\.18\..*gate.*",
+    r"model.layers.[0-9]+.mlp.(gate|up|down)_proj$",
+    r".*mlp\.(gate|up|gate_up|down)_proj.*",
+    r".*layers\.(0|1|2|3|4|5|6|7|8|9|10|11|12|13|14|15)\.mlp\..*",
+)
+
+
+def test_patterns_of_published_checkpoints_are_read() -> None:
+    check_patterns([f"re:{pattern}" for pattern in PATTERNS * 10], "ignore")
+    assert [ways(p) for p in PATTERNS[:4]] == [64, 64, 64**2, 64 * 3]
+    assert matches("model.layers.18.mlp.gate_proj", f"re:{PATTERNS[2]}")
+    assert not matches("model.layers.17.mlp.gate_proj", f"re:{PATTERNS[2]}")
+
+
+NAMED = {
+    "awq": "awq",
+    "gptq": "gptq 4 bits",
+    "bitsandbytes": "nf4",
+    "compressed-tensors": "pack-quantized",
+    "fbgemm_fp8": "fbgemm",
+    "auto-round": "auto-round awq",
+    "modelopt": "modelopt nvfp4",
+    "fp8": "fp8 static",
+}
+
+
+@pytest.mark.parametrize("asked", [*NAMED, "gguf", "mxfp4"])
+def test_a_format_is_asked_for_by_name(asked: str) -> None:
+    """Where it is there it serves as it does unasked, elsewhere it is refused."""
+    if asked in NAMED:
+        config = {"quantization_config": dict(FORMATS[NAMED[asked]].config)}
+        assert scheme_of(config, jnp.float32, asked) == scheme_of(config, jnp.float32)
+    for other in (n for n in ("awq", "gptq 4 bits") if n != NAMED.get(asked)):
+        with pytest.raises(ConfigError, match=f"quantization {asked}: .*already"):
+            scheme_of({"quantization_config": dict(FORMATS[other].config)}, jnp.float32, asked)
+    if asked != "fp8":
+        with pytest.raises(ConfigError, match="is not quantised; on load it can be by fp8") as e:
+            scheme_of({}, jnp.float32, asked)
+        assert e.value.field == "quantization"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "there"),
+    [
+        ("w8a8_fp8", "float-quantized", True),
+        ("fp8_per_channel", "fp8 blocks", True),
+        ("fp8", "float static", True),
+        ("w8a8_int8", "int-quantized", True),
+        ("int4", "awq", True),
+        ("int8-weight-only", "gptq 8 bits, rows", True),
+        ("awq_marlin", "awq", True),
+        ("gptq_marlin", "gptq ordered", True),
+        ("w8a8_fp8", "float of a matrix", False),
+        ("w8a8_fp8", "int-quantized", False),
+        ("w8a8_int8", "pack 8 bits", False),
+        ("int4", "nvfp4", False),
+        ("awq", "gptq 4 bits", False),
+    ],
+)
+def test_names_of_others_mean_what_is_there_or_are_refused(
+    given: str, name: str, there: bool
+) -> None:
+    asked = EngineConfig.of(quantization=given).model.quantization
+    config = {"quantization_config": dict(FORMATS[name].config)}
+    if there:
+        assert scheme_of(config, jnp.float32, asked) == scheme_of(config, jnp.float32)
+        with pytest.raises(ConfigError, match="already"):
+            scheme_of(config, jnp.float32, asked, '{"method": "mse"}')
+    else:
+        with pytest.raises(ConfigError, match="already"):
+            scheme_of(config, jnp.float32, asked)
+
+
+def test_the_option_has_the_names_of_all_formats() -> None:
+    fields = {f.name: f for f in dataclasses.fields(ModelOptions)}
+    choices = set(fields["quantization"].metadata["choices"])
+    assert choices == {"auto", "none", *KINDS, *FORMAT_NAMES} - {"intel/auto-round"}

@@ -74,28 +74,43 @@ BUCKETS = (
 )
 
 
+Weights = Callable[[Mapping[str, Any], Any, ShardRules], tuple[Any, Any, Any]]
+"""(config, mesh, rules) -> (family, arch, its parameters)."""
+
+
+def drawn(stated: Mapping[str, Any], mesh: Any, rules: ShardRules) -> tuple[Any, Any, Any]:
+    """Random weights in float32, large enough in scale that choices vary."""
+    family = family_for(stated)
+    source = Source(
+        name="tiny", directory=None, format="dummy", weights=None, config=stated, generation={}
+    )  # type: ignore[arg-type]
+    arch, dtype = family.arch(stated), jnp.dtype("float32")
+    params = load(family, arch, source, mesh, rules, dtype, seed=3)
+    return family, arch, {**params, "embed": params["embed"] * 30}
+
+
 def make_runner(
     tp: int = 1,
     speculation: Callable[..., Any] | None = None,
     buckets: Seq[Bucket] = BUCKETS,
     sharding: Any = None,
     model: Mapping[str, Any] = MappingProxyType({}),
+    weights: Weights | None = None,
     **options: Any,
 ) -> ModelRunner:
-    """The tiny model with drawn weights, large enough in scale that its choices vary, over ``tp`` devices or as
-    ``sharding`` says; drafted for by what ``speculation`` makes of its arch, its parameters and the mesh. ``model``:
-    other values in its config."""
+    """The tiny model with drawn weights, over ``tp`` devices or as ``sharding`` says; drafted for by what
+    ``speculation`` makes of its arch, its parameters and the mesh.
+
+    Args:
+        model: other values in its config.
+        weights: others than those of ``drawn``; ``tests.whole.quantised`` has quantised ones.
+    """
     stated = {**TINY, **model}
-    family = family_for(stated)
-    source = Source(
-        name="tiny", directory=None, format="dummy", weights=None, config=stated, generation={}
-    )  # type: ignore[arg-type]
     asked = Sharding.of(sharding or f"tp={tp}")
-    mesh, dtype = mesh_of(asked), jnp.dtype("float32")
+    mesh = mesh_of(asked)
     rules = ShardRules.of_sharding(asked, mesh.shape)
-    params = load(family, family.arch(stated), source, mesh, rules, dtype, seed=3)
-    params = {**params, "embed": params["embed"] * 30}
-    arch, ladder = family.arch(stated), Ladder(buckets=tuple(buckets))
+    family, arch, params = (weights or drawn)(stated, mesh, rules)
+    ladder = Ladder(buckets=tuple(buckets))
     drafts = None if speculation is None else speculation(arch, params, mesh)
     config = EngineConfig.of(**OPTIONS | options)
     return ModelRunner(

@@ -180,6 +180,7 @@ class EngineCollector(Collector):
         yield self._gauge("steps_in_flight", "Steps launched and not collected.", stats.in_flight)
         yield self._kernels()
         yield self._forms()
+        yield self._paths()
         yield self._replicas()
         yield self._counter("engine_steps", "Steps of the engine since it started.", stats.step)
         values = dict(stats.values)
@@ -226,6 +227,19 @@ class EngineCollector(Collector):
         )
         for form, n in self._engine.info.get("form_bytes", {}).items():
             family.add_metric([self._model, form], float(n))
+        return family
+
+    def _paths(self) -> Any:
+        """The paths of products with matrices in each quantised form."""
+        family = GaugeMetricFamily(
+            "jserve:weight_form_path",
+            "The most tokens of a program whose products with matrices in a quantised form take a path: native kernels"
+            " or XLA's products, of numbers as they are (xla), of groups (xla-blocks) or of a widened matrix.",
+            labels=["model_name", "form", "path"],
+        )
+        for form, taken in self._engine.info.get("paths", {}).items():
+            for path, (_, most) in taken.items():
+                family.add_metric([self._model, form, path], float(most))
         return family
 
     def _by_lane(self, values: dict[str, float]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jserve.weights.quant import awq, compressed_config, fp8, gptq
 from jserve.weights.quant.matrix import Modules, Reader
-from jserve.weights.quant.values import one_of, refuse
+from jserve.weights.quant.values import check_patterns, one_of, refuse
 
 PACKINGS = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq")
 OTHERS = {"auto_round:fp8": fp8.read, "auto_round:llm_compressor": compressed_config.read}
@@ -44,6 +44,7 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Modules, Reader]:
 def _rule(name: str, own: Any) -> tuple[str, Any]:
     """A line of ``extra_config`` as one of GPTQ's ``dynamic``."""
     pattern = name if SPECIAL.search(name) else re.escape(name) + "$"
+    check_patterns([f"re:{pattern}"], f"extra_config.{name[:80]}")
     if _wide(name, own):
         return f"-:{pattern}", {}
     known = {"bits", "group_size", "sym"}

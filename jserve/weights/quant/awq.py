@@ -15,8 +15,9 @@ import numpy as np
 
 from jserve.model.quant import Form
 from jserve.weights.hf import FLOATS, Tensors
+from jserve.weights.quant.floats import scales
 from jserve.weights.quant.matrix import Matrix, fields
-from jserve.weights.quant.values import group_size, is_linear, names, one_of
+from jserve.weights.quant.values import group_size, is_linear, names, of_auto_round, one_of
 from jserve.weights.safetensors import broken
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -33,6 +34,8 @@ class Awq:
     skipped: tuple[str, ...]
     """Parts of module names."""
     dtype: str
+    signed: bool
+    """Scales may be negative."""
 
     def form_of(self, module: str, D: int) -> Form | None:
         """As ``Modules.form_of``."""
@@ -60,7 +63,7 @@ class Awq:
         N, D = self.check(tensors, stem)
         groups = D // (self.group or D)
         q = _columns(tensors.get(f"{stem}.qweight", (D, N // 8), ("int32",)))
-        scale = tensors.get(f"{stem}.scales", (groups, N), FLOATS).astype(np.float32).T
+        scale = scales(tensors, f"{stem}.scales", (groups, N), signed=self.signed).T
         zero = None
         if self.zeros:
             found = tensors.get(f"{stem}.qzeros", (groups, N // 8), ("int32",))
@@ -86,5 +89,11 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Awq, Awq]:
     skipped = names(config, "modules_to_not_convert")
     if not config.get("lm_head"):
         skipped = (*skipped, "lm_head")
-    made = Awq(group=group_size(config), zeros=zeros, skipped=skipped, dtype=dtype)
+    made = Awq(
+        group=group_size(config),
+        zeros=zeros,
+        skipped=skipped,
+        dtype=dtype,
+        signed=of_auto_round(config),
+    )
     return made, made

@@ -111,9 +111,12 @@ class Bnb4(Skipping):
         codes = np.stack([stored >> 4, stored & 15], axis=-1).reshape(N, D)
         table = tensors.get(f"{stem}.weight.quant_map", (16,), FLOATS).astype(np.float32)
         scale = _absmax(tensors, stem, N * D // state.block, state)
-        if not np.isfinite(scale).all() or not np.isfinite(table).all():
+        # A block of zeros has a scale of 0; scales that are quantised, too, may be rounded to less.
+        signed = not state.nested and (scale < 0).any()
+        if signed or not np.isfinite(scale).all() or not np.isfinite(table).all():
             name = f"{stem}.weight.absmax"
-            raise broken(tensors.path(name), "scales must be finite", name)
+            why = "scales must be finite and not negative"
+            raise broken(tensors.path(name), why, name)
         return Matrix(q=table[codes], scale=scale.reshape(N, -1))
 
     def _state(self, tensors: Tensors, stem: str) -> QuantState:

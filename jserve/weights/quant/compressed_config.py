@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jserve.weights.quant.compressed import MXFP4, MXFP8, NVFP4, PACKED, Compressed, Group
-from jserve.weights.quant.values import group_size, names, one_of, refuse
+from jserve.weights.quant.values import check_patterns, group_size, names, one_of, refuse
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Compressed, Compressed]
     top = one_of(config, "format", *FORMATS, MIXED)
     groups = tuple(_group(f"{GROUPS}.{name}", g, top, dtype) for name, g in given.items())
     made = Compressed(groups=groups, ignore=names(config, "ignore"))
+    check_patterns([*made.ignore, *(name for g in groups for name in g.targets)], GROUPS)
     return made, made
 
 
@@ -119,7 +120,8 @@ def _activations(at: str, given: Any, is_float: bool, strategy: str, fmt: str) -
     if not isinstance(given, Mapping):
         refuse(key[:-1], "must be an object")
     if fmt in GROUP_SIZES:
-        log.warning("%s: activations stay as they are, only weights are of %s", key[:-1], fmt)
+        if fmt == MXFP8:  # of 4 bits the engine says so, whichever format has them
+            log.warning("%s: activations stay as they are, only weights are of %s", key[:-1], fmt)
         return False, False
     one_of(given, "num_bits", 8, at=key)
     one_of(given, "type", "float" if is_float else "int", at=key)

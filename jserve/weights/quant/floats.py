@@ -36,9 +36,17 @@ def matrix_shape(tensors: Tensors, name: str, kinds: Kinds) -> tuple[int, int]:
 
 
 def scales(
-    tensors: Tensors, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS
+    tensors: Tensors,
+    name: str,
+    shape: tuple[int, ...],
+    kinds: Kinds = FLOATS,
+    *,
+    signed: bool = False,
 ) -> np.ndarray:
     """float32: scales of tensor ``name``; whole numbers and e8m0 are exponents of two.
+
+    Args:
+        signed: they may be negative, too.
 
     Raises:
         WeightsError: as ``Tensors.check``, or they are not finite or not positive.
@@ -51,8 +59,9 @@ def scales(
         made = np.where(exponents == E8M0_NAN, np.float32(np.nan), made)
     else:
         made = found.astype(np.float32)
-    if not (np.isfinite(made).all() and (made > 0).all()):
-        raise broken(tensors.path(name), "scales must be finite and positive", name)
+    if not (np.isfinite(made).all() and ((made > 0) | (signed & (made < 0))).all()):
+        which = "not zero" if signed else "positive"
+        raise broken(tensors.path(name), f"scales must be finite and {which}", name)
     return made
 
 

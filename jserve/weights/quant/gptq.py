@@ -10,6 +10,7 @@ g_idx    int32[D]                  missing or d // g unless ``desc_act``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,16 +19,23 @@ import numpy as np
 
 from jserve.model.quant import Form
 from jserve.weights.hf import FLOATS, Tensors
+from jserve.weights.quant.floats import scales
 from jserve.weights.quant.matrix import Matrix, ordered, values
 from jserve.weights.quant.values import (
-    check_pattern,
+    check_patterns,
     group_size,
     is_linear,
     matches,
+    names,
+    of_auto_round,
     one_of,
     refuse,
 )
 from jserve.weights.safetensors import broken
+
+INSIDE = "modules_in_block_to_quantize"
+IN_LAYER = re.compile(r"\blayers\.\d+\.(.+)")
+"""The name of a module in its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,10 @@ class Gptq:
     head: bool
     """``lm_head`` is quantised, too."""
     dtype: str
+    signed: bool
+    """Scales may be negative."""
+    inside: tuple[str, ...] | None
+    """The modules of a layer that are quantised, by their names in it; None: all."""
     rules: tuple[tuple[str, Gptq | None], ...] = ()
     """Patterns of modules, and how those are quantised, None: they are not; the first that matches holds."""
 
@@ -52,6 +64,9 @@ class Gptq:
     def of(self, module: str) -> Gptq | None:
         """The settings of a module; None: it is not quantised."""
         if not is_linear(module) or (module == "lm_head" and not self.head):
+            return None
+        in_layer = IN_LAYER.search(module)
+        if self.inside is not None and in_layer and in_layer[1] not in self.inside:
             return None
         return next((own for pattern, own in self.rules if matches(module, pattern)), self)
 
@@ -101,7 +116,7 @@ class Gptq:
         words = tensors.get(f"{stem}.qweight", (D * self.bits // 32, N), ("int32",))
         q_ND = values(np.ascontiguousarray(words.T), self.bits, D).astype(np.int16)
         q_ND = q_ND if order is None else q_ND[:, order]
-        scale_BN = tensors.get(f"{stem}.scales", (groups, N), FLOATS).astype(np.float32)
+        scale_BN = scales(tensors, f"{stem}.scales", (groups, N), signed=self.signed)
         zero_BN = self._zeros(tensors, stem, (groups, N))
         return Matrix(
             q=(q_ND - self.middle).astype(np.int8),
@@ -146,6 +161,7 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Gptq, Gptq]:
     if not isinstance(given, Mapping):
         refuse("dynamic", "must be an object")
     rules = tuple(_rule(config, pattern, own, dtype) for pattern, own in given.items())
+    check_patterns((found for found, _ in rules), "dynamic")
     made = replace(made, rules=rules)
     return made, made
 
@@ -160,7 +176,20 @@ def _of(config: Mapping[str, Any], dtype: str) -> Gptq:
         ordered=bool(one_of(config, "desc_act", True, False, None)),
         head=bool(config.get("lm_head")),
         dtype=dtype,
+        signed=of_auto_round(config),
+        inside=_inside(config),
     )
+
+
+def _inside(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The names of ``modules_in_block_to_quantize``: a list of them, or of lists."""
+    given = config.get(INSIDE)
+    if not given:
+        return None
+    if not isinstance(given, list):
+        refuse(INSIDE, "must be a list of names, or of lists of names")
+    rows = [row if isinstance(row, list) else [row] for row in given]
+    return tuple(name for row in rows for name in names({INSIDE: row}, INSIDE))
 
 
 def _rule(config: Mapping[str, Any], pattern: str, own: Any, dtype: str) -> tuple[str, Gptq | None]:
@@ -168,7 +197,7 @@ def _rule(config: Mapping[str, Any], pattern: str, own: Any, dtype: str) -> tupl
     those with settings of their own."""
     key = f"dynamic.{pattern[:80]}"
     found = "re:" + pattern.removeprefix("-:").removeprefix("+:")
-    check_pattern(found, key)
+    check_patterns([found], key)
     if pattern.startswith("-:"):
         return found, None
     if not isinstance(own, Mapping):

@@ -9,7 +9,6 @@ input_scale     a number
 from __future__ import annotations
 
 import fnmatch
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,6 @@ from jserve.weights.quant.fp8 import Fp8
 from jserve.weights.quant.matrix import Matrix
 from jserve.weights.quant.values import is_linear, names, one_of, refuse
 from jserve.weights.safetensors import broken
-
-log = logging.getLogger(__name__)
 
 GROUP = 16
 
@@ -94,7 +91,6 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Fp8, Fp8] | tuple[Nvfp4
         fp8 = ModeloptFp8(skipped=skipped, static=True, dtype=dtype)
         return fp8, fp8
     one_of(config, "group_size", GROUP, None)
-    log.warning("NVFP4: activations stay as they are, only weights are of 4 bits")
     made = Nvfp4(skipped=skipped, dtype=dtype)
     return made, made
 

@@ -16,7 +16,7 @@ from jserve.model.quant import Form
 from jserve.weights.hf import FLOATS, Tensors
 from jserve.weights.quant.matrix import Matrix
 from jserve.weights.quant.rounding import METHODS, quantised
-from jserve.weights.quant.values import check_pattern, is_linear, matches
+from jserve.weights.quant.values import check_patterns, is_linear, matches
 from jserve.weights.safetensors import broken
 
 KINDS = {"fp8": "e4m3", "int8": "int8", "int8-weight-only": "int8", "int4": "int4"}
@@ -107,6 +107,5 @@ def _ignored(names: Any) -> tuple[str, ...]:
     field = f"{FIELD}.ignore"
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{field} must be a list of module names", field=field)
-    for name in names:
-        check_pattern(name, "ignore")
+    check_patterns(names, "ignore")
     return tuple(names)

@@ -30,7 +30,7 @@ from jserve.weights.quant import (
     mxfp4_experts,
 )
 from jserve.weights.quant.matrix import Modules, Reader
-from jserve.weights.quant.on_load import on_load
+from jserve.weights.quant.on_load import KINDS, on_load
 from jserve.weights.quant.values import FIELD, refuse
 
 FORMATS = {
@@ -79,7 +79,8 @@ def scheme_of(
     Args:
         config: config.json.
         dtype: of the model.
-        asked: option ``quantization``: ``auto`` takes the checkpoint's, ``none`` widens a quantised one.
+        asked: option ``quantization``: ``auto`` takes the checkpoint's, ``none`` widens a quantised one. Of a quantised
+            one its method, or the name of all its forms, says what is there.
         options: option ``quantization_config``: a JSON object, or empty.
 
     Raises:
@@ -93,10 +94,26 @@ def scheme_of(
             raise ConfigError("quantization_config needs quantization", field="quantization_config")
         return found and replace(found, widened=asked == "none")
     if found is not None:
-        why = f"the checkpoint is quantised already ({found.name}); leave the option out, or 'none'"
+        _check_stated(found, asked, given)
+        return found
+    if asked in FORMATS and asked not in KINDS:
+        why = f"the checkpoint is not quantised; on load it can be by {', '.join(KINDS)}"
         raise ConfigError(f"quantization {asked}: {why}", field="quantization")
     made = on_load(asked, name, given)
     return Scheme(name=asked, modules=made, reader=made, on_load=True)
+
+
+MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+"""Of a layer, whose forms a checkpoint is called by."""
+
+
+def _check_stated(found: Scheme, asked: str, given: Mapping[str, Any]) -> None:
+    """Refuse another quantisation than the checkpoint has, and options for it."""
+    layer = [found.modules.form_of(f"model.layers.0.{module}", 4096) for module in MODULES]
+    names = {form.name.removesuffix("-static") for form in layer if form is not None}
+    if given or (asked != found.name and names != {asked}):
+        why = f"the checkpoint is quantised already ({found.name}); leave the option out, or 'none'"
+        raise ConfigError(f"quantization {asked}: {why}", field="quantization")
 
 
 def _options(text: str) -> Mapping[str, Any]:
