@@ -194,7 +194,9 @@ def fuzz_patterns(path: Path, n: int) -> None:
     @given(st.data())
     def run(data: st.DataObject) -> None:
         few = st.lists(PIECES, min_size=1, max_size=40).map("".join)
-        config = data.draw(st.sampled_from(with_patterns(data.draw(st.lists(few, max_size=4)))))
+        config = data.draw(
+            st.sampled_from(with_patterns(data.draw(st.lists(few, min_size=1, max_size=4))))
+        )
 
         def asked() -> None:
             scheme = scheme_of({"quantization_config": config}, jnp.float32)
