@@ -26,6 +26,7 @@ from typing import Any
 
 from bench import gpu_wheels
 from bench.gpu_record import STICKY, Record, open_case, read, wrong
+from jserve.xla import claim_memory
 
 PROGRAMS = Path(tempfile.gettempdir()) / "jserve-gpu-programs"
 """Compiled programs, kept for the next process and the next call while the machine is held."""
@@ -61,6 +62,8 @@ STAGES: dict[str, Stage] = {
     "serving": Stage("bench.gpu_serving", "serving", 240, "tokens a second over HTTP"),
     "experts_numerics": Stage("bench.gpu_experts", "experts_numerics", 60, "rel < 1e-2, stable"),
     "experts_times": Stage("bench.gpu_experts", "experts_times", 90, "85 % of bytes, 600 TFLOP/s"),
+    "steps_30b_a3b": Stage("bench.gpu_steps", "steps_30b_a3b", 150, "batch 1: 495 tok/s, 64: 75 %"),
+    "steps_v2_lite": Stage("bench.gpu_steps", "steps_v2_lite", 120, "batch 1: 610 tok/s"),
     "experts_devices": Stage("bench.gpu_experts", "experts_devices", 60, "EP against TP, EPLB"),
     "candidate_numerics": Stage("bench.gpu_candidates", "candidate_numerics", 60, "rel < 1e-2"),
     "candidate_times": Stage("bench.gpu_candidates", "candidate_times", 90, "1.05 x XLA or goes"),
@@ -174,6 +177,7 @@ def _environment(name: str, *, tiny: bool) -> dict[str, str]:
     """What is carried can be imported; XLA's flags for the stage. On a CPU Mosaic's interpreter needs
     threads to call back on, and XLA has as many as devices or cores, whichever are more."""
     environment = gpu_wheels.environment()
+    claim_memory(environment)
     flags = [environment.get("XLA_FLAGS", "")]
     if tiny:
         flags.append("--xla_force_host_platform_device_count=8")

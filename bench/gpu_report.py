@@ -90,6 +90,8 @@ ROWS = (
     Row("decode_times", r".*", _rate),
     Row("prefill_times", r".*", _rate),
     Row("attention_peers", r".*", _rate),
+    Row("steps_30b_a3b", r"30b-a3b, (batch .*|mixed .*)", _step),
+    Row("steps_v2_lite", r"v2-lite, (batch .*|mixed .*)", _step),
     Row("experts_times", r".*", _rate),
     Row("candidate_times", r".*", _contest),
     Row("serving", r".*/.*@\d+|S1", _served),

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.gpu_record import Record
+from bench.gpu_record import NotHere, Record
+from jserve.errors import ConfigError
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, backend
+from jserve.model.attention import AttentionBackend, backend, check_layers
 from jserve.model.families import family_for
+from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
 from jserve.model.shard import ShardRules, make_mesh
@@ -38,15 +42,38 @@ _TINY = {
     "num_key_value_heads": 1,
     "vocab_size": 384,
 }
-CONFIGS = {"1b": SHAPES["llama-3.2-1b"], "8b": SHAPES["llama-3.1-8b"], "tiny": _TINY}
-FAMILY = family_for(_TINY)
-ARCHS: dict[str, Arch] = {name: FAMILY.arch(config) for name, config in CONFIGS.items()}
+_TINY_EXPERTS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 384,
+}
+CONFIGS = {
+    "1b": SHAPES["llama-3.2-1b"],
+    "8b": SHAPES["llama-3.1-8b"],
+    "30b-a3b": SHAPES["qwen3-30b-a3b"],
+    "v2-lite": SHAPES["deepseek-v2-lite"],
+    "tiny": _TINY,
+    "tiny 30b-a3b": SHAPES["qwen3-30b-a3b"] | _TINY_EXPERTS | {"num_experts": 8},
+    "tiny v2-lite": SHAPES["deepseek-v2-lite"] | _TINY_EXPERTS | {"n_routed_experts": 8},
+}
+FAMILIES: dict[str, Family] = {name: family_for(config) for name, config in CONFIGS.items()}
+ARCHS: dict[str, Arch] = {name: FAMILIES[name].arch(config) for name, config in CONFIGS.items()}
+SCRATCH = 5 << 30
+"""Bytes for what a step makes: logits of 256 rows in float32, activations of a chunk."""
 Span = tuple[int, int]
 """(start, count) of a row."""
 
 
 class Rig:
-    """A model on this machine's first device, its KV full of random values."""
+    """A model on this machine's first device, its KV full of random values.
+
+    Args:
+        n_pages: of the pool, or as many as there is room for.
+    """
 
     def __init__(
         self,
@@ -58,13 +85,14 @@ class Rig:
         Z: int = 64,
         kv_dtype: Any = jnp.bfloat16,
         cuda_graphs: str = "step",
+        family: Family = FAMILIES["tiny"],
     ) -> None:
         device = jax.devices()[0]
-        attention = _none() if attn == "none" else backend(attn, device.platform)
+        attention = _none() if attn == "none" else _attention(arch, attn, kv_dtype)
         self.arch, mesh, rules = arch, make_mesh(1, [device]), ShardRules()
         kept = attention.kv_dtype(kv_dtype)
-        self.model = StepModel(
-            family=FAMILY,
+        model = StepModel(
+            family=family,
             arch=arch,
             backend=attention,
             dims=StepDims(C=256, M=M, Z=Z, V=arch.V, n_vocab_rows=64),
@@ -74,7 +102,9 @@ class Rig:
             kv_dtype=kept,
             dtype=jnp.bfloat16,
         )
-        self.params = draw_all(FAMILY.specs(arch, 1), 0, mesh, rules, jnp.bfloat16)
+        n_pages = min(n_pages, most_pages(model, memory()))
+        self.model = dataclasses.replace(model, n_pages=n_pages)
+        self.params = draw_all(family.specs(arch, 1), 0, mesh, rules, jnp.bfloat16)
         self.pages = np.random.default_rng(0).permutation(n_pages - 1) + 1
         self.state = new_state(self.model)
         self._options = compile_options(device.platform, cuda_graphs)
@@ -82,20 +112,22 @@ class Rig:
 
     def fill(self, poison: np.ndarray | None = None) -> None:
         """Random keys and values; NaN where ``poison`` bool[P, Z] says."""
-        shape, kept = self.state.kv[0][0].shape, self.model.kv_dtype
-        heads_second = self.model.backend.kv_axis == 1
+        kept, heads_second = self.model.kv_dtype, self.model.backend.kv_axis == 1
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def one(old: jax.Array, key: jax.Array, bad: jax.Array) -> jax.Array:
-            P, Z, K, H = shape if not heads_second else (shape[0], shape[2], shape[1], shape[3])
-            x = jax.random.normal(key, (P, Z, K, H), jnp.bfloat16)
-            x = jnp.where(bad[:, :, None, None], jnp.nan, x)
-            return stored(x.swapaxes(1, 2) if heads_second else x, kept)
+        def one(old: jax.Array, key: jax.Array, bad_PZ: jax.Array) -> jax.Array:
+            P, Z = bad_PZ.shape
+            swaps = heads_second and old.ndim == 4  # latents have no heads
+            rest = old.shape[1::2] if swaps else old.shape[2:]
+            x = jax.random.normal(key, (P, Z, *rest), jnp.bfloat16)
+            x = jnp.where(bad_PZ.reshape(P, Z, *[1] * len(rest)), jnp.nan, x)
+            return stored(x.swapaxes(1, 2) if swaps else x, kept)
 
-        bad = np.zeros((shape[0], self.model.dims.Z), bool) if poison is None else poison
+        dims, n_pages = self.model.dims, self.model.n_pages
+        bad = jnp.zeros((n_pages, dims.Z), bool) if poison is None else jnp.asarray(poison)
         keys = jax.random.split(jax.random.key(5), 2 * self.arch.L).reshape(-1, 2)
         kv = [
-            tuple(one(pool, k, jnp.asarray(bad)) for pool, k in zip(layer, two, strict=True))
+            tuple(one(pool, k, bad) for pool, k in zip(layer, two[: len(layer)], strict=True))
             for layer, two in zip(self.state.kv, keys, strict=True)
         ]
         self.state = DeviceState(kv=kv, slots=self.state.slots)
@@ -134,9 +166,38 @@ class Rig:
         return pages <= dims.M and batch * pages < self.model.n_pages
 
 
+def memory() -> int | None:
+    """Bytes that XLA may take of the first device; None: it has no memory of its own."""
+    found = jax.devices()[0].memory_stats()
+    return None if found is None else found["bytes_limit"]
+
+
+def most_pages(model: StepModel, n_bytes: int | None) -> int:
+    """Pages that fit beside the weights and ``SCRATCH`` bytes; more than any stage asks for where nobody knows."""
+    if n_bytes is None:
+        return sys.maxsize
+    leaves = jax.tree.leaves(model.abstract_params())
+    weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    found = (n_bytes - weights - SCRATCH) // model.kv.page_bytes
+    if found < 2:
+        raise NotHere(f"{n_bytes / 1e9:.0f} GB do not hold weights of {weights / 1e9:.0f} GB")
+    return found
+
+
+def _attention(arch: Arch, name: str, kv_dtype: Any) -> AttentionBackend:
+    """The backend of that name, or what serves the model in its place, beside the kernels for experts."""
+    platform = jax.devices()[0].platform
+    found = backend(name, platform)
+    try:
+        check_layers(found, arch, found.kv_dtype(kv_dtype), ())
+    except ConfigError:
+        return backend("xla" if platform == "cpu" else "dense_experts", platform)
+    return found
+
+
 def _none() -> AttentionBackend:
     """Writes KV and reads none: what a step costs apart from attention."""
-    return dataclasses.replace(backend("xla"), name="none", attend=lambda q_TNH, *_, **__: q_TNH)
+    return dataclasses.replace(backend("xla"), name="none", attend=lambda args, *_: args.q_TNH)
 
 
 def least_seconds(record: Record, rig: Rig, rows: Sequence[Span], drawn: int) -> float:
@@ -144,7 +205,8 @@ def least_seconds(record: Record, rig: Rig, rows: Sequence[Span], drawn: int) ->
 
     Attention among a prefill chunk's own tokens is left out: under 2 % of a 2k chunk's flops.
     """
-    chip = CHIPS["h200"]
+    kind = jax.devices()[0].device_kind
+    chip = CHIPS["h100" if "H100" in kind else "h200"]
     measured = record.figure("facts", "read bandwidth", "bytes_per_s", chip.bytes_per_s)
     chip = dataclasses.replace(chip, bytes_per_s=measured)
     kv_itemsize = rig.model.kv_dtype.itemsize

@@ -23,7 +23,7 @@ SHAPES = ("S1", "1000/1000@128", "128/128@256", "128/2048@128", "2048/128@64", "
 TINY_SHAPES = ("16/4@2", "40/6@3")
 OPTIONS = (
     "--load-format dummy --page-size 64 --max-num-seqs 256"
-    " --max-num-batched-tokens 2048 --kv-memory-gb 80 --no-prompt-logprobs --no-structured-outputs"
+    " --max-num-batched-tokens 2048 --no-prompt-logprobs --no-structured-outputs"
 )
 TINY_OPTIONS = (
     "--load-format dummy --max-num-seqs 4 --max-num-batched-tokens 32 --kv-memory-gb 0.01"

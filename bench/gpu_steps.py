@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu_record import GRAPHS, Record
-from bench.gpu_rig import ARCHS, Rig, Span, least_seconds
+from bench.gpu_rig import ARCHS, FAMILIES, Rig, Span, least_seconds
 from jserve.model.arch import Arch, resized
 from jserve.model.draft_tree import Parents
 from jserve.model.kv_quant import E4M3
@@ -142,20 +143,56 @@ def steps_8b_kv8(record: Record) -> None:
     _steps(record, "8b", n_pages=16900, kv_dtype=E4M3)
 
 
+def steps_30b_a3b(record: Record) -> None:
+    """Experts: KV of 64 rows of 2k, 13 GB beside 61 GB of weights."""
+    _steps(record, "30b-a3b", n_pages=2112, batches=(1, 64, 8, 32), contexts=(2048, 512))
+
+
+def steps_v2_lite(record: Record) -> None:
+    """Experts and latent attention: KV of 64 rows of 8k, 16 GB beside 31 GB of weights."""
+    _steps(record, "v2-lite", n_pages=8450, batches=(1, 64, 8, 32), contexts=(2048, 8192))
+
+
 def _filled(record: Record, name: str, *, n_pages: int, M: int, kv_dtype: Any = BF16) -> Rig:
-    begin = time.perf_counter()
-    graphs = record.cuda_graphs
-    rig = Rig(ARCHS[name], record.attn, n_pages=n_pages, M=M, kv_dtype=kv_dtype, cuda_graphs=graphs)
-    rig.fill()
-    jax.block_until_ready(rig.state.kv)
-    record.add(f"{name}, weights and KV drawn", seconds=time.perf_counter() - begin)
-    return rig
+    """A process that goes on after a lost case draws anew, and adds no second line.
+
+    Raises:
+        SystemExit: it could not be drawn, 0 where it does not fit; the stage's lines say why.
+    """
+    found: list[Rig] = []
+
+    def draw() -> dict[str, Any]:
+        begin = time.perf_counter()
+        how: dict[str, Any] = {"kv_dtype": kv_dtype, "cuda_graphs": record.cuda_graphs}
+        rig = Rig(ARCHS[name], record.attn, n_pages=n_pages, M=M, family=FAMILIES[name], **how)
+        rig.fill()
+        jax.block_until_ready(rig.state.kv)
+        found.append(rig)
+        return {"seconds": time.perf_counter() - begin, "pages": rig.model.n_pages}
+
+    title = f"{name}, weights and KV drawn"
+    record.attempt(title, draw)
+    line = next(x for x in record.cases() if x["name"] == title)
+    if "seconds" in line and not found:
+        draw()
+    if not found:
+        raise SystemExit("error" in line)
+    return found[0]
 
 
-def _steps(record: Record, name: str, n_pages: int, kv_dtype: Any = BF16) -> None:
-    batches, contexts, M = BATCHES, CONTEXTS, 130
+def _steps(
+    record: Record,
+    name: str,
+    n_pages: int,
+    *,
+    kv_dtype: Any = BF16,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+) -> None:
+    M = 130
     if record.tiny:
-        name, batches, contexts, n_pages, M = "tiny", (2, 1), (70, 600), 16, 8
+        batches, contexts, n_pages, M = (2, 1), (70, 600), 16, 8
+        name = f"tiny {name}" if f"tiny {name}" in ARCHS else "tiny"
     rig = _filled(record, name, n_pages=n_pages, M=M, kv_dtype=kv_dtype)
     mixed = Bucket(D=2, P=16, F=1) if record.tiny else Bucket(D=32, P=2048, F=8)
     for context in contexts:

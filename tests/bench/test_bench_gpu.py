@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 
+import jax
 import pytest
 
 from bench import gpu, gpu_steps, gpu_wheels
@@ -98,6 +99,22 @@ def test_each_fault_costs_one_case(tmp_path, monkeypatch, capsys):
     assert found["matmul bfloat16"] == before, "a good case is kept"
     assert found["read bandwidth"]["bytes_per_s"] > 0
     assert gpu.whole(lines(again)) == {"facts"}
+
+
+def test_a_pool_takes_what_the_card_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an H100 as of an H200; weights that do not fit are said and skipped."""
+    from bench import gpu_rig
+
+    rig = gpu_rig.Rig(gpu_rig.ARCHS["tiny"], "dense", n_pages=100, M=8)
+    weights = sum(x.nbytes for x in jax.tree.leaves(rig.params))
+    page = rig.model.kv.page_bytes
+    monkeypatch.setattr(gpu_rig, "memory", lambda: weights + gpu_rig.SCRATCH + 10 * page + 1)
+    small = gpu_rig.Rig(gpu_rig.ARCHS["tiny"], "dense", n_pages=100, M=8)
+    assert (rig.model.n_pages, small.model.n_pages) == (100, 10)
+    assert small.state.kv[0][0].shape[0] == 10
+    monkeypatch.setattr(gpu_rig, "memory", lambda: weights)
+    with pytest.raises(NotHere, match="do not hold weights"):
+        gpu_rig.Rig(gpu_rig.ARCHS["tiny"], "dense", n_pages=100, M=8)
 
 
 def test_a_process_that_cannot_be_killed_is_left(tmp_path, monkeypatch):

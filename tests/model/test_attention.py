@@ -192,7 +192,9 @@ def test_kernels_in_a_partitioned_step_see_the_heads_of_their_device(
         seen.add((args.q_TNH.shape[1], args.sink_logits_N.shape, kv[0].shape[plain.kv_axis]))
         return plain.attend(args, kv, view)
 
-    over = over_heads(replace(plain, name="native", attend=attend), mesh_of(Sharding.of("tp=2")), "tp")
+    over = over_heads(
+        replace(plain, name="native", attend=attend), mesh_of(Sharding.of("tp=2")), "tp"
+    )
     monkeypatch.setattr(f"{__name__}.backend", lambda name: over)
     _compiled.cache_clear()
     got = run("xla", CASES["mixed"], span=span, logits=True)

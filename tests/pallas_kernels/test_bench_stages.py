@@ -25,10 +25,17 @@ def test_stage(name: str, tmp_path) -> None:
         assert line.get("ok", True), line
 
 
-@pytest.mark.parametrize("name", ["graphs", "step_numerics", "steps_1b"])
-def test_stage_with_dense_attention(name: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("attn", "name"),
+    [
+        *(("dense", name) for name in ("graphs", "step_numerics", "steps_1b", "steps_v2_lite")),
+        *(("none", name) for name in ("graphs", "steps_1b")),
+        ("hopper_fused", "steps_1b"),
+    ],
+)
+def test_stage_with_other_attention(attn: str, name: str, tmp_path) -> None:
     stage = STAGES[name]
-    record = Record(tmp_path, name, tiny=True, seconds=250, attn="dense")
+    record = Record(tmp_path, name, tiny=True, seconds=250, attn=attn)
     getattr(importlib.import_module(stage.module), stage.function)(record)
     found = read(tmp_path / "gpu.jsonl")
     assert len(found) > 1
