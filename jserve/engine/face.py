@@ -56,7 +56,8 @@ class ReplicaState:
 
     name: str
     state: str
-    """ready; suspected: slower than it promises; out: it gets nothing; silent: it says nothing."""
+    """ready; suspected: slower than it promises; unfit: degraded, it gets nothing while others are fit; out: it gets
+    nothing; silent: it says nothing."""
     role: str
     """prefill: it computes prompts for the others; decode."""
     suspicion: float

@@ -271,7 +271,8 @@ class FleetEngine(EngineFace):
         record = self.suspicion.records[member.name]
         candidate = self._router.candidates[member.number]
         candidate.suspicion = record.factor
-        candidate.out = record.out or member.silent or member.updating
+        unfit = bool(member.unfit) and any(not one.unfit for one in self.members)
+        candidate.out = record.out or member.silent or member.updating or unfit
         candidate.role = member.role
 
     # -- requests
@@ -373,6 +374,7 @@ class FleetEngine(EngineFace):
         for name in self.suspicion.look(self._clock()):
             log.warning("replica %s is out: it is slow", name)
             self._out(self._members[name], silent=False)
+        self._look_at_health()
         for member in self.members:
             self._check_weights(member)
             self._weigh(member)
@@ -381,6 +383,15 @@ class FleetEngine(EngineFace):
             self._spawn(self._rollout.carry_out_verdict(found, self.members))
         self._placement.hedging.look(self._streams.values())
         self._stop_surplus()
+
+    def _look_at_health(self) -> None:
+        """A replica whose steps or logits fail is slow at nothing, so that only its own statistics show it."""
+        for member in self.members:
+            unfit = member.degraded_reasons()
+            if unfit and not member.unfit:
+                log.warning("replica %s is unfit: %s", member.name, "; ".join(unfit))
+                self._rollout.fault(member, unfit[0])
+            member.unfit = unfit
 
     def _stop_surplus(self) -> None:
         """Retire a replica that the load no longer needs; none that has named caches, and none while other weights

@@ -31,6 +31,7 @@ class Member(Replica):
         n_requests: that it was given.
         role: of ``fleet.roles.ROLES``.
         updating: it gets nothing new, because it loads other weights, or has to.
+        unfit: its ``degraded_reasons`` as they were looked at last; it gets nothing new while others are fit.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Member(Replica):
         )
         self.name, self.number = name, number
         self.silent = self.updating = False
+        self.unfit: list[str] = []
         self.n_requests = 0
         self.role = DECODE
         self.heard_at = clock()
@@ -115,7 +117,7 @@ def state_of(member: Member, record: TrustRecord, odd: int = 0) -> ReplicaState:
 
 def _state(member: Member, record: TrustRecord) -> str:
     states = {"silent": member.silent, "updating": member.updating, "out": record.out}
-    states |= {"suspected": record.factor > 1.0, "ready": True}
+    states |= {"unfit": bool(member.unfit), "suspected": record.factor > 1.0, "ready": True}
     return next(name for name, holds in states.items() if holds)
 
 

@@ -344,6 +344,29 @@ async def test_a_slow_replica_gives_up_as_much_as_may_be_moved_and_comes_back(mo
         assert not fleet.suspicion.records[slow.name].out
 
 
+async def test_who_is_degraded_gets_nothing_while_others_are_fit(monkeypatch):
+    """Its logits are not finite, say; it answers no slower than others."""
+    async with World(2) as world:
+        fleet = world.fleet
+        asked = requests(4, 10)
+        whole = await undisturbed(asked)
+        sick, other = fleet.members
+        monkeypatch.setattr(sick, "degraded_reasons", lambda: ["3 steps failed in a row"])
+        fleet.look()
+        before = sick.n_requests
+        assert await answers(fleet, asked) == whole
+        assert sick.n_requests == before
+        assert [one.state for one in fleet.replicas()] == ["unfit", "ready"]
+        assert not fleet.degraded_reasons()
+        monkeypatch.setattr(other, "degraded_reasons", lambda: ["3 steps failed in a row"])
+        fleet.look()
+        assert len(fleet.degraded_reasons()) == 2
+        assert await answers(fleet, asked) == whole, "better than nothing"
+        monkeypatch.undo()
+        fleet.look()
+        assert {one.state for one in fleet.replicas()} == {"ready"}
+
+
 def test_without_ray_replicas_are_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "jserve.fleet.on_ray", raising=False)
