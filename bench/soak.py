@@ -12,9 +12,11 @@ import argparse
 import asyncio
 import random
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -147,17 +149,26 @@ def gates(found: dict[str, Any]) -> list[tuple[str, bool]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: every gate holds. 1: one does not. 2: no server."""
+    """0: every gate holds. 1: one does not, or the journal is computed again otherwise. 2: no server."""
     parser = argparse.ArgumentParser(prog="bench.soak", description=__doc__)
     # So few pages that sequences give way to each other now and then.
     add_options(parser, extra="--max-model-len 1024 --max-num-seqs 8 --n-pages 96")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--journal", type=Path, default=None, help="written by the server, then computed again"
+    )
     args = parser.parse_args(argv)
     args.admin_port = free_port()
     args.extra += f" --enable-admin --admin-port {args.admin_port}"
-    return against_server(args, 900.0, run, gates)
+    if args.journal is not None:
+        args.extra += f" --journal {args.journal}"
+    code = against_server(args, 900.0, run, gates)
+    if args.journal is None or code == 2:
+        return code
+    command = [sys.executable, "-m", "jserve.cli", "replay", str(args.journal), "--device"]
+    return max(code, int(subprocess.call(command) != 0))
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ class StepPlan:
 
 
 NOTHING_LEFT = "leaves no token that may be drawn"
-"""What a step feature did that forbids all tokens, by itself or with what else the request asks."""
+"""Said of a step feature that forbids all tokens, by itself or with what else the request asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""What step features make of logits and of the tokens drawn from them, and whose fault it is where nothing can be
-drawn.
+"""Gives the changes that step features make to logits and to the tokens drawn from them, and the feature to blame where
+nothing can be drawn.
 
 A place that is not sound has a code, which the host reads as the name of a feature and what it did. Places where no
 token is drawn (the end of a chunk in mid-prompt) keep the model's logits, so that no feature can end a request there::

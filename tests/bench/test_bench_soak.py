@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from contextlib import asynccontextmanager
@@ -12,18 +13,28 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench import soak
-from bench.soak_traffic import KINDS, SHAPES, Soak, _fits
+from bench.soak_traffic import COMP, KINDS, SHAPES, Soak, _fits
 from jserve.api.http.app import make_admin_app
 from jserve.api.http.server import HttpServer
-from tests.hardening.world import world
+from jserve.config import EngineConfig
+from jserve.sched.record.journal import (
+    Arrival,
+    Cancelled,
+    Committed,
+    Guided,
+    Recovered,
+    read_events,
+)
+from jserve.sched.record.replay import replay
+from tests.hardening.world import LIMITS, OPTIONS, world
 
 NEEDS_A_MODEL = {"shaped", "called"}
 """Kinds that ask for thoughts and tool calls, which the fake's template has not."""
 
 
 @asynccontextmanager
-async def soaking(seconds: float = 20.0):
-    async with world() as made:
+async def soaking(seconds: float = 20.0, **options):
+    async with world(**options) as made:
         admin = HttpServer(make_admin_app(made.srv.app), "127.0.0.1", 0)
         try:
             admin_url = await admin.start()
@@ -43,6 +54,44 @@ async def test_every_kind_runs_and_finds_nothing_wrong(kind, monkeypatch):
             await getattr(run, kind)()
         assert not run.wrong
         assert run.counts
+
+
+async def test_the_journal_of_all_kinds_at_once_replays(tmp_path, monkeypatch):
+    """Every decision, of clients that stay and leave, of operators, and of shapes beside them."""
+    monkeypatch.setattr("bench.soak_traffic.HOSTILE", [b"{", b'{"prompt": "x", "n": 1000000}'])
+    path = tmp_path / "run.journal"
+    kinds = sorted(KINDS.keys() - {*NEEDS_A_MODEL, "stalled"})
+    async with soaking(journal=path) as run:
+        for _ in range(3):
+            shaped = run.post(COMP, {"prompt": "x", "max_tokens": 30} | SHAPES[2])
+            await asyncio.gather(shaped, *(getattr(run, kind)() for kind in kinds))
+        assert not run.wrong
+    assert {type(e) for e in read_events(path)} >= {
+        Arrival,
+        Cancelled,
+        Committed,
+        Guided,
+        Recovered,
+    }
+    again = replay(path, LIMITS, EngineConfig.of(**OPTIONS))
+    assert again.n_steps > 30
+
+
+@pytest.mark.parametrize(("code", "replayed", "ends"), [(0, 0, 0), (0, 1, 1), (1, 0, 1), (2, 1, 2)])
+def test_a_soak_with_a_journal_ends_well_if_that_is_computed_again(
+    tmp_path, monkeypatch, code, replayed, ends
+):
+    """2: there was no server, and there is no journal."""
+    path, ran = tmp_path / "run.journal", []
+
+    def server(args, *rest):
+        assert f"--journal {path}" in args.extra
+        return code
+
+    monkeypatch.setattr(soak, "against_server", server)
+    monkeypatch.setattr(soak.subprocess, "call", lambda argv: ran.append(argv) or replayed)
+    assert soak.main(["--journal", str(path)]) == ends
+    assert [argv[-3:] for argv in ran] == ([] if code == 2 else [["replay", str(path), "--device"]])
 
 
 @pytest.mark.parametrize(

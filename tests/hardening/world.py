@@ -16,6 +16,7 @@ import threading
 import uuid
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -32,6 +33,7 @@ from jserve.grammar.checker import GrammarChecker
 from jserve.grammar.guides import TokenGuides
 from jserve.grammar.vocab import vocabulary
 from jserve.ports import RunnerLimits
+from jserve.sched.record.journal import JournalFile
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner
 from tests.api.fake import CONTEXT, EOS, VOCAB, Live, byte_tokenizer, live, until
@@ -144,17 +146,20 @@ async def world(
     make_runner=FakeRunner,
     serve: dict[str, Any] | None = None,
     face: dict[str, Any] | None = None,
+    journal: Path | None = None,
     **options: Any,
 ):
     """A running ``World``. ``options`` are the engine's, ``serve`` the server's, ``face`` those of
-    ``AsyncEngine``."""
+    ``AsyncEngine``; ``journal`` gets the scheduler's inputs."""
     made = World()
     config = EngineConfig.of(**OPTIONS | options)
     guides = TokenGuides(lambda: vocabulary(byte_tokenizer(), VOCAB, (EOS,)), mask_threads=1)
 
     def build(config, progress):
         made.runners.append(make_runner(LIMITS, eos_rate=eos_rate, step_s=step_s))
-        made.engines.append(Engine(Scheduler(LIMITS, config, guides=guides), made.runners[-1]))
+        file = None if journal is None else JournalFile(journal.open("wb", buffering=0))
+        scheduler = Scheduler(LIMITS, config, guides=guides, journal=file)
+        made.engines.append(Engine(scheduler, made.runners[-1]))
         return made.engines[-1], {}
 
     given = {"backoff_s": 0.01, "max_restarts": 5} | (face or {})

@@ -1,4 +1,4 @@
-"""What a function of one row knows: a few numbers that the request asks, and the place of the draw.
+"""The knowledge of a function of one row: a few numbers that the request asks, and the place of the draw.
 
 extra_args={"sharpen": 0.3}  --check, pack-->  asks_R, numbers_RN  --per draw-->  RowView
 """
@@ -42,7 +42,7 @@ class RowView:
 
 
 def row_state(start: Any, after: Callable[[jax.Array, jax.Array], jax.Array]) -> SlotArray:
-    """What a function of one row keeps between the tokens of an output: ``RowView.state``. It is right under
+    """A state that a function of one row keeps between the tokens of an output, as ``RowView.state``. It is right under
     speculation, preemption and forced tokens, since it is a fold over the output tokens and nothing else.
 
     Args:

@@ -89,7 +89,7 @@ class Replayed:
     n_tokens: int = 0
     """Computed again on a device."""
     bits: LogprobBits
-    """How their log-probabilities, of requests that asked for them, compare."""
+    """The comparison of their log-probabilities, of requests that asked for them."""
     until: str = ""
     """The reason that no more were; empty: nothing was left."""
 
