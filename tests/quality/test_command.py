@@ -128,3 +128,13 @@ def test_drift_is_refused_by_name(tmp_path: Path) -> None:
 def test_forms_have_the_names_of_a_gate_file() -> None:
     assert form_of("int8", EngineConfig()) == "int8"
     assert form_of("none", EngineConfig.of(kv_cache_dtype="fp8_e4m3")) == "none+kv-fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("asked", "known_as"),
+    [("auto", "auto"), ("awq", "auto"), ("none", "none"), ("w8a8_int8", "int8")],
+)
+def test_the_name_of_a_format_makes_no_other_model(asked: str, known_as: str) -> None:
+    """It says of a checkpoint what it has anyway, so its report vouches for both."""
+    config = EngineConfig.of(quantization=asked)
+    assert identity(config, located(EngineConfig()))["quantization"] == known_as
