@@ -31,7 +31,8 @@ from jserve.model.shard import Axes, ParamSpec, Part
 @every_key
 def arch(config: Mapping[str, Any]) -> Arch:
     """Every key is honoured or refused by name: ``every_key`` sees to those that nothing here reads."""
-    for key, only in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
+    fixed = {"use_parallel_residual": True, "tie_word_embeddings": False, "attention_bias": True}
+    for key, only in fixed.items():
         if boolean(config, key, only) is not only:
             refuse(key, f"must be {only}")
     turns = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}

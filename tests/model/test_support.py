@@ -25,7 +25,8 @@ from jserve.model.families import ARCHITECTURES, family_for
 from jserve.model.layer_pass import check_dense
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.shard import ShardRules
-from tests.model.test_parity import CASES, MORE
+from tests.model.more_cases import MORE
+from tests.model.test_parity import CASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SIZES = {"ep": 2, "tp": 1}

@@ -76,7 +76,7 @@ def test_what_transformers_writes_is_read(
 ) -> None:
     from tests.model import hf
     from tests.model.assembly import assemble_all
-    from tests.model.test_parity import MORE
+    from tests.model.more_cases import MORE
 
     architecture, switches = MORE[case]
     oracle, config = hf.tiny(architecture, **switches)
