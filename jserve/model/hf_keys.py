@@ -1,4 +1,4 @@
-"""Which keys of a Hugging Face config.json may be left unread, so that each is read, without effect, or refused.
+"""Sees to it that each key of a Hugging Face config.json is read, without effect, or refused.
 
 It owns the keys that have no effect on what a model computes, and the values that mean nothing. Which keys are read
 is what ``ConfigReader`` saw a family read.

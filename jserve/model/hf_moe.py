@@ -70,7 +70,7 @@ _OF_EXPERTS = (
     *("num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
     *("topk_method", "n_group", "topk_group"),
 )
-"""What DeepSeek says of experts beside their number."""
+"""The keys of DeepSeek's experts beside their number."""
 
 
 def deepseek_experts(

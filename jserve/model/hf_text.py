@@ -14,7 +14,7 @@ ENDING = "ForConditionalGeneration"
 """Of the architectures that have a text model in them."""
 
 OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
-"""How the tensors that see images begin, behind ``model.`` or not."""
+"""First words of the tensors that see images, behind ``model.`` or not."""
 
 _OF_IMAGES = {
     *("vision_config", "text_config", "mm_tokens_per_image", "projector_hidden_act"),
@@ -50,6 +50,6 @@ def sees_images(tensor: str) -> bool:
 
 
 def served_as_text(config: Mapping[str, Any]) -> str:
-    """What a log says of a multimodal model."""
+    """The line of the log about a multimodal model."""
     names = ", ".join(map(str, config["architectures"]))
     return f"{names} is served as text: its vision tensors are not loaded, images are refused"

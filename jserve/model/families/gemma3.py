@@ -25,7 +25,7 @@ SIZES = {
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
 }
-"""What config.json of the multimodal 4B means by saying nothing."""
+"""The values of keys that config.json of the multimodal 4B leaves out."""
 
 
 def arch(config: Config) -> Arch:
