@@ -23,7 +23,7 @@ SYSTEM = {"role": "system", "content": "You answer in one short sentence, whatev
 LINES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [SYSTEM, {"role": "user", "content": "Hello"}], "max_tokens": 4}),
     (CHAT, {"messages": [SYSTEM, {"role": "user", "content": "Who?"}], "model": "gpt-x"}),
-    (TEXT, {"prompt": ["Once upon a time", [5, 6, 7]], "max_tokens": 9, "n": 2}),
+    (TEXT, {"prompt": ["Once upon a time", "The end"], "max_tokens": 9, "n": 2}),
 ]
 
 
@@ -41,18 +41,18 @@ def items(trace: str, **options: Any) -> list[TraceItem]:
 
 
 def test_lines_are_requests_with_their_own_lengths_and_shared_prefixes(tmp_path: Path) -> None:
-    hello, who, once, ids = items(written(tmp_path / "in.jsonl", LINES))
-    assert [x.id for x in (hello, who, once, ids)] == ["line-0", "line-1", "line-2-0", "line-2-1"]
-    assert {x.at for x in (hello, who, once, ids)} == {0.0}
+    hello, who, once, end = items(written(tmp_path / "in.jsonl", LINES))
+    assert [x.id for x in (hello, who, once, end)] == ["line-0", "line-1", "line-2-0", "line-2-1"]
+    assert {x.at for x in (hello, who, once, end)} == {0.0}
     text = text_side(EngineConfig.of(model=MINI))
     assert once.n_prompt == len(text.tokenizer.encode("Once upon a time"))
-    assert ids.n_prompt == 3
+    assert end.n_prompt == len(text.tokenizer.encode("The end"))
     assert [sum(n for *_, n in pieces) for pieces in once.outputs] == [9, 9]
     assert (hello.max_tokens, who.max_tokens) == (4, SPARE)
     stream, first, shared = hello.prompt[0]
     assert who.prompt[0] == (stream, first, min(shared, who.prompt[0][2]))
     assert who.prompt[0][2] >= 8, "the system message is one prefix"
-    assert once.prompt[0][0] not in {stream, ids.prompt[0][0]}
+    assert once.prompt[0][0] not in {stream, end.prompt[0][0]}
 
 
 def test_an_answer_without_a_limit_ends_with_the_context(tmp_path: Path) -> None:

@@ -203,18 +203,20 @@ def test_what_only_a_run_cannot_have_is_in_the_row_beside_its_prices(
 
 
 def test_kv_that_fits_beside_the_weights() -> None:
-    """8 kv heads of 128 in 32 layers, bfloat16: 131,072 bytes a token, split where the heads are."""
-    name, config = "llama-3.1-8b", EngineConfig()
+    """8 kv heads of 64 in 16 layers, bfloat16: 32,768 bytes a token, split where the heads are."""
+    name, config = "llama-3.2-1b", EngineConfig()
     whole = {"mesh": {"x": 4}, "rules": {"ffn": "x"}}
-    for spec, token_bytes in (("tp=1", 131072), ("tp=4", 32768), ("tp=16", 16384), (whole, 131072)):
-        kv = priced(name, spec, "h200", lengths=(2048, 8192)).kv
+    found = {}
+    for spec, token_bytes in (("tp=4", 8192), ("tp=16", 4096), (whole, 32768)):
+        kv = found[str(spec)] = priced(name, spec, "h200", lengths=(2048, 8192)).kv
         assert kv.token_bytes == token_bytes
-        assert kv.pages == simulation(name, spec, "h200", config).device.n_pages
+        assert kv.pages is not None
         page_size = config.on("cuda").cache.page_size
         held = {n: (kv.pages - 1) // (n // page_size) for n in (2048, 8192)}
         assert kv.sequences == held
+    assert found["tp=4"].pages == simulation(name, "tp=4", "h200", config).device.n_pages
     narrow = EngineConfig.of(kv_cache_dtype="fp8_e4m3")
-    assert priced(name, "tp=1", "h200", narrow).kv.token_bytes == 65536
+    assert priced(name, "tp=1", "h200", narrow).kv.token_bytes == 16384
 
 
 def test_kv_where_there_is_no_room_and_where_nobody_says_how_much() -> None:

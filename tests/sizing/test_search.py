@@ -138,8 +138,8 @@ def test_engines_of_one_machine_are_groups_of_one_sharding(
 
 def test_a_load_that_wants_engines_rather_than_parts_gets_groups() -> None:
     """Of a model so small that its collectives take longer than its weights."""
-    mini, load = "checkpoints/jserve-mini", "rate=20000,n=3000,prompt=64,output=48"
-    found = searched(mini, load=load, n=4, ttft_ms=60.0, tpot_ms=2.0).winner
+    mini, load = "checkpoints/jserve-mini", "rate=20000,n=400,prompt=512,output=16"
+    found = searched(mini, load=load, n=4, ttft_ms=1.5, tpot_ms=5.0).winner
     assert found is not None
     assert found.sharding.dp == found.replicas > 1
     assert found.sharding.n_devices == found.devices
