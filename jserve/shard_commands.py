@@ -34,7 +34,7 @@ DECODE, ROWS = 0, BUCKETS[0].D
 PACED_TOKENS = 48
 """Of each sequence whose tokens are timed."""
 Row = dict[str, Any]
-"""What is said of one sharding."""
+"""The figures of one sharding, or why it is refused."""
 Answers = dict[str, tuple[int, ...]]
 """Id of a request -> the tokens that it drew."""
 

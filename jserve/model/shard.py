@@ -284,7 +284,9 @@ class ShardRules:
             raise ConfigError(f"{field}: {why}", field=field)
         return _axis_of([axis for axis in names if sizes[axis] > 1])
 
-    def sharding(self, mesh: Mesh, axes: tuple[str | OnMesh | None, ...]) -> NamedSharding:
+    def sharding(
+        self, mesh: Mesh | AbstractMesh, axes: tuple[str | OnMesh | None, ...]
+    ) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
 
     def described(self, sizes: Mapping[str, int]) -> str:

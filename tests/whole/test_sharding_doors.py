@@ -31,7 +31,7 @@ def mesh(*names: str) -> Mesh:
     return jax.make_mesh((2, 2), names, axis_types=types, devices=jax.devices()[4:8])
 
 
-def drawn(model: Path, **options: Any) -> tuple[list[tuple[int, ...]], set[int]]:
+def drawn(model: Path, **options: Any) -> tuple[list[Any], set[int]]:
     """Tokens of each prompt, and the devices that hold weights."""
     llm = LLM(str(model), **OPTIONS, **options)
     try:
