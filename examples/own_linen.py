@@ -6,6 +6,7 @@ python examples/own_linen.py
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,9 @@ class Transformer(nn.Module):
         return self.tokens.attend(x_TD)
 
 
+MODULE: Any = Transformer()  # linen's apply may give state beside the result; this module has none
+
+
 def causal(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Attention of one text, as it is trained."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -64,8 +68,8 @@ def causal(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 @jax.jit
 def following(params, tok_T: jax.Array) -> jax.Array:
     """int32[T]: the likeliest token after each."""
-    x_TD = Transformer().apply({"params": params}, tok_T, jnp.arange(len(tok_T)), causal)
-    logits_TV = Transformer().apply({"params": params}, x_TD, method="logits")
+    x_TD = MODULE.apply({"params": params}, tok_T, jnp.arange(len(tok_T)), causal)
+    logits_TV = MODULE.apply({"params": params}, x_TD, method="logits")
     return logits_TV.argmax(axis=-1)
 
 
@@ -79,13 +83,12 @@ def greedy(params, ids: list[int], n: int) -> list[int]:
 
 def register(params) -> None:
     """All that serving it takes."""
-    module = Transformer()
     register_family(
         family_of(
             "Linen",
-            lambda params, *given: module.apply({"params": params}, *given),
+            lambda params, *given: MODULE.apply({"params": params}, *given),
             params,
-            logits=lambda params, x_ED: module.apply({"params": params}, x_ED, method="logits"),
+            logits=lambda params, x_ED: MODULE.apply({"params": params}, x_ED, method="logits"),
             vocab=V,
             layers=L,
             heads=N,

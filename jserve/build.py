@@ -310,7 +310,6 @@ def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
 
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
-    from jserve.model.dot import paths
     from jserve.model.families import family_for
     from jserve.model.hf_text import is_multimodal, served_as_text
     from jserve.model.moe_specs import check_has_experts
@@ -381,7 +380,6 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
         "quantization": scheme.name if scheme is not None and not scheme.widened else "",
         "form": form_name(params),
         "form_bytes": bytes_by_form(params, dtype),
-        "paths": paths(params, runner.sizes.kernels, {b.T for b in runner.ladder.buckets}),
         "load_s": round(loaded - began, 2),
         "compile_s": round(time.monotonic() - loaded, 2),
     }

@@ -502,6 +502,9 @@ def shard(
     device: Annotated[
         str, typer.Option(help="whose rates price it: h100, h200, b200, cpu")
     ] = "h200",
+    lengths: Annotated[
+        str, typer.Option(help="tokens of the sequences that are counted, e.g. 512,2k,8k")
+    ] = "",
     compiled: Annotated[
         bool, typer.Option("--compile", help="also compile both steps without a GPU (CUDA wheels)")
     ] = False,
@@ -524,7 +527,8 @@ def shard(
     from jserve.shard_commands import bench_shard
 
     asked = (config, spec or [], device, trace)
-    how = {"compiled": compiled, "simulate": simulate, "live": live, "plot": plot}
+    how: dict[str, Any] = {"compiled": compiled, "simulate": simulate, "live": live}
+    how |= {"lengths": lengths, "plot": plot}
     raise typer.Exit(bench_shard(*asked, **how, as_json=as_json, console=err))
 
 

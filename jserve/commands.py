@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jserve.api.request.parsed import ModelCard
     from jserve.sim.study import SimulateOptions
     from jserve.text.chat.template import ChatTemplate
+    from jserve.types import Request
 
 
 def serve(config: EngineConfig, console: Any) -> int:
@@ -164,6 +165,34 @@ def run_batch(
     if done.answered < total:
         console.print("run the same command again to go on", highlight=False)
     return done.exit_code
+
+
+def batch_requests(
+    config: EngineConfig, path: Path, *, vocab_size: int, max_model_len: int
+) -> list[Request]:
+    """The requests of a batch file, as an engine of ``config``'s model would get them.
+
+    Raises:
+        ConfigError: the file, a line of it, or the model's tokenizer cannot be used; ``field`` is ``trace``.
+    """
+    import asyncio
+
+    from jserve.api.batch.requests import requests_of
+    from jserve.api.request.parsed import ModelCard
+
+    try:
+        text = text_side(config, weights=False)
+    except ConfigError as error:
+        why = f"{path}: a batch file needs a model with a tokenizer: {error.message}"
+        raise ConfigError(why, field="trace") from None
+    card = ModelCard(
+        name=text.name,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_ids=text.eos_ids,
+        defaults=text.defaults,
+    )
+    return asyncio.run(requests_of(path, text.tokenizer, _tested(text.chat), card))
 
 
 async def _run_batch(
@@ -355,6 +384,9 @@ def plan(
     load_plugins(config.model.plugins)
     name = config.model.model or str(shipped())
     if config.device.sharding:
+        if compiled:
+            why = "compile: jserve bench shard --compile has the steps of a sharding"
+            raise ConfigError(why, field="compile")
         _explain(name, config, as_json=as_json)
         return
     found, laid = sizing.plan(name, device, sizing.lengths_of(lengths), config, acceptance)
@@ -422,14 +454,12 @@ def compile_all(config: EngineConfig, out: Path, console: Any) -> str:
     """Write the manifest of ``config``'s engine to ``out``; a line that says so.
 
     Raises:
-        ConfigError: as the engine would at start, or a sharding that is not sizes of tp and ep alone.
+        ConfigError: as the engine would at start, fewer devices than the sharding asks for included.
     """
     from jserve.build import shipped
     from jserve.plugins import load_plugins
     from jserve.sizing import manifest
 
-    if config.device.sharding:
-        raise ConfigError("compile takes --tp and --ep, not --sharding", field="sharding")
     load_plugins(config.model.plugins)
     with start_progress(console) as progress:
         found = manifest.manifest(config.model.model or str(shipped()), config, progress)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,14 @@ from jserve.types import Request
 if TYPE_CHECKING:
     from jserve.sizing.compare import Priced
 
+ROOM = ("memory_utilization", "kv_memory_gb", "n_pages")
+"""The fields of errors about weights that leave no room for KV."""
 DECODE, ROWS = 0, BUCKETS[0].D
 """Number of the step of eight sequences among those that are priced, and its sequences."""
 PACED_TOKENS = 48
 """Of each sequence whose tokens are timed."""
+Row = dict[str, Any]
+"""The figures of one sharding, or why it is refused."""
 Answers = dict[str, tuple[int, ...]]
 """Id of a request -> the tokens that it drew."""
 
@@ -56,6 +61,7 @@ def bench_shard(
     device: str,
     trace: str,
     *,
+    lengths: str = "",
     compiled: bool,
     simulate: bool,
     live: bool,
@@ -64,21 +70,22 @@ def bench_shard(
     console: Any,
 ) -> int:
     """Print every sharding's prices; if asked for, what XLA makes of its steps for H200s (``compiled``), what ``trace``
-    comes to over the prices (``simulate``), and what running it gave (``live``). Returns the exit code: 1 where weights
-    are float32 and a sharding drew other tokens than the first one.
+    comes to over the prices (``simulate``), and what running it gave (``live``). Returns the exit code: 1 where a
+    sharding cannot be honoured, which its row explains, or drew other tokens than the first one with float32 weights.
 
     Args:
+        lengths: tokens of the sequences that are counted, as of ``jserve plan``.
         plot: an SVG of all of it.
 
     Raises:
-        ConfigError: a sharding, device, trace or file that cannot be honoured.
+        ConfigError: a model, device, trace, option or file that cannot be used, whatever the sharding.
     """
     import sys
 
     from jserve.sim import plot as plots
-    from jserve.sim.study import load_trace
     from jserve.sizing import show
     from jserve.sizing.compare import priced
+    from jserve.sizing.plan import lengths_of
 
     if plot is not None:
         plots.check(plot)
@@ -86,28 +93,22 @@ def bench_shard(
         raise ConfigError("sharding: bench shard takes --spec", field="sharding")
     if not specs:
         raise ConfigError("spec: there is none to look at", field="spec")
-    model = config.model.model or str(build.shipped())
-    shardings = [Sharding.of(spec) for spec in specs]
     if compiled:
         from jserve.sizing import compiled as compiler
 
         compiler.check(device)
-    prices = [priced(model, spec, device, dtype=config.model.dtype) for spec in shardings]
-    made = _compiled(config, model, prices, console) if compiled else []
-    runs: list[Live] = []
-    items = load_trace(trace, config.model.seed) if live or simulate else []
-    foreseen = [_simulated(model, spec, device, config, items) for spec in shardings if simulate]
-    for sharding in shardings if live else []:
-        runs.append(_run(config, sharding, items, console))
-        if len(runs) > 1:
-            runs[-1] = _compared(runs[-1], runs[0].answers)
-    rows = [
-        {"spec": spec, **dataclasses.asdict(price), "sharding": price.sharding.as_mapping()}
-        | ({"compiled": made[i]} if made else {})
-        | ({"simulated": foreseen[i]} if foreseen else {})
-        | ({"live": _figures(runs[i])} if runs else {})
-        for i, (spec, price) in enumerate(zip(specs, prices, strict=True))
-    ]
+    model, counted = config.model.model or str(build.shipped()), lengths_of(lengths)
+    items = _items(config, model, trace) if live or simulate else []
+    rows: list[Row] = [{"spec": spec, "refused": ""} for spec in specs]
+    for row in rows:
+        _price(row, lambda spec: priced(model, spec, device, config, lengths=counted))
+    if compiled:
+        _compile(config, model, rows, console)
+    if simulate:
+        _each(rows, "simulated", lambda spec: _simulated(model, spec, device, config, items))
+    if live:
+        _each(rows, "live", lambda spec: _run(config, spec, items, console))
+    runs = _compared(rows)
     about = {"model": model, "device": device, "rank_correlation": _rank_correlation(rows)}
     if plot is not None:
         _draw(rows, plot, f"{Path(model).name}, priced for {device}")
@@ -115,22 +116,62 @@ def bench_shard(
         sys.stdout.write(json.dumps({**about, "specs": rows}, indent=1) + "\n")
     else:
         _print(rows, about, Console(width=None if sys.stdout.isatty() else show.WIDTH))
-    return 1 if any(run.n_other and run.dtype == "float32" for run in runs) else 0
+    differ = any(run.n_other and run.dtype == "float32" for run in runs)
+    return 1 if differ or any(row["refused"] for row in rows) else 0
 
 
-def _compiled(
-    config: EngineConfig, model: str, prices: Sequence[Priced], console: Any
-) -> list[tuple[dict[str, Any], ...]]:
-    """Of every sharding, the figures of its two steps as XLA compiles them for H200s."""
+def _items(config: EngineConfig, model: str, trace: str) -> Sequence[Any]:
+    """The requests that ``trace`` names: as of ``load_trace``, or the lines of an OpenAI batch file, all at once."""
+    from jserve.sim import recorded, study
+    from jserve.sizing.models import find
+
+    if not recorded.is_batch(Path(trace)):
+        return study.load_trace(trace, config.model.seed)
+    from jserve.commands import batch_requests
+
+    arch = find(model, max_model_len=config.model.max_model_len).arch
+    longest = config.model.max_model_len or arch.max_position
+    asked = batch_requests(config, Path(trace), vocab_size=arch.V, max_model_len=longest)
+    return recorded.of_requests(asked, longest)
+
+
+def _price(row: Row, price: Callable[[Sharding], Priced]) -> None:
+    """Add the prices of a row's sharding, or why it cannot be honoured."""
+    with _refusal(row):
+        made = price(Sharding.of(row["spec"]))
+        row |= dataclasses.asdict(made) | {"sharding": made.sharding.as_mapping()}
+
+
+def _each(rows: Sequence[Row], name: str, make: Callable[[Sharding], Any]) -> None:
+    """Add what ``make`` gives of every sharding as ``name``, or why it cannot be honoured."""
+    for row in rows:
+        if not row["refused"]:
+            with _refusal(row):
+                row[name] = make(Sharding.of(row["spec"]))
+
+
+@contextmanager
+def _refusal(row: Row) -> Iterator[None]:
+    """Within, an error that is about the row's sharding is noted in the row."""
+    try:
+        yield
+    except ConfigError as error:
+        field = error.field or ""
+        if field.partition(".")[0] != "sharding" and field not in ROOM:
+            raise
+        row["refused"] = error.message
+
+
+def _compile(config: EngineConfig, model: str, rows: Sequence[Row], console: Any) -> None:
+    """Add, of every sharding, the figures of its two steps as XLA compiles them for H200s."""
     from jserve.sizing.compiled import compiled_steps
 
-    found = []
     with start_progress(console) as progress:
-        for done, price in enumerate(prices):
-            progress("compile shardings", done, len(prices))
-            found.append(compiled_steps(model, price.sharding, price.device_bytes, config))
-        progress("compile shardings", len(prices), len(prices))
-    return found
+        for done, row in enumerate(rows):
+            progress("compile shardings", done, len(rows))
+            n_bytes = row.get("device_bytes", 0)
+            _each([row], "compiled", lambda spec, n=n_bytes: compiled_steps(model, spec, n, config))
+        progress("compile shardings", len(rows), len(rows))
 
 
 def _simulated(
@@ -211,9 +252,17 @@ def _requests(items: Sequence[Any], vocab: int, longest: int) -> list[Request]:
     return found
 
 
-def _compared(run: Live, first: Answers) -> Live:
-    other = [name for name, tokens in first.items() if run.answers.get(name) != tokens]
-    return dataclasses.replace(run, n_other=len(other), first_other=other[0] if other else "")
+def _compared(rows: Sequence[Row]) -> list[Live]:
+    """The runs, each compared with the first one; rows have their figures in place of them."""
+    ran, runs = [row for row in rows if "live" in row], []
+    for row in ran:
+        run: Live = row["live"]
+        first: Answers = (runs or [run])[0].answers
+        other = [name for name, tokens in first.items() if run.answers.get(name) != tokens]
+        first_other = other[0] if other else ""
+        runs.append(dataclasses.replace(run, n_other=len(other), first_other=first_other))
+        row["live"] = _figures(runs[-1])
+    return runs
 
 
 def _figures(run: Live) -> dict[str, Any]:
@@ -232,7 +281,7 @@ def _rank_correlation(rows: Sequence[dict[str, Any]]) -> float | None:
     pairs = [
         (row["steps"][DECODE]["step_ms"], row["live"]["step_ms"])
         for row in rows
-        if row["steps"] and "live" in row
+        if row.get("steps") and "live" in row
     ]
     if len(pairs) < 2:
         return None
@@ -251,7 +300,8 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """A panel for each priced step, with its collectives apart, and one for what ran here."""
     from jserve.sim.plot import figure
 
-    specs, live = [row["spec"] for row in rows], "live" in rows[0]
+    rows = [row for row in rows if not row["refused"]]
+    specs, live = [row["spec"] for row in rows], _has(rows, "live")
     with figure(path, 2 + live, title) as axes:
         for i, name in enumerate(("8 sequences", "256 prompt tokens")):
             steps = [row["steps"][i] if row["steps"] else None for row in rows]
@@ -274,34 +324,27 @@ def _in_short(figures: dict[str, Any]) -> str:
     return f"{n}; {figures['nodes']}; {figures['temp_bytes'] / 2**20:.1f}"
 
 
-def _print(rows: Sequence[dict[str, Any]], about: dict[str, Any], console: Console) -> None:
+def _has(rows: Sequence[Row], name: str) -> bool:
+    return any(name in row for row in rows)
+
+
+def _print(rows: Sequence[Row], about: dict[str, Any], console: Console) -> None:
     table = Table("spec", "weights MiB a device")
+    table.add_column("KV of it: B a token, pages; sequences of so many tokens", justify="right")
     for step in ("8 sequences", "256 prompt tokens"):
         table.add_column(f"{step}: collectives, MiB, ms; step ms", justify="right")
-    if "compiled" in rows[0]:
+    if _has(rows, "compiled"):
         table.add_column("compiled: collectives; nodes; scratch MiB of both steps", justify="right")
-    if "simulated" in rows[0]:
+    if _has(rows, "simulated"):
         table.add_column("simulated: first token p99 ms, between tokens p99 ms", justify="right")
         table.add_column("output tok/s", justify="right")
-    if "live" in rows[0]:
+    if _has(rows, "live"):
         table.add_column("here: step ms", justify="right")
         table.add_column("output tok/s", justify="right")
         table.add_column("other tokens than the first", justify="right")
     for row in rows:
-        cells = [
-            f"{s['collectives']}, {s['collective_mib']:.2f}, {s['collective_ms']:.2f}; {s['step_ms']:.2f}"
-            for s in row["steps"]
-        ] or ["XLA's, not known here"] * 2
-        if made := row.get("compiled"):
-            cells.append("\n".join(map(_in_short, made)))
-        if seen := row.get("simulated"):
-            cells.append(f"{seen['ttft_p99_ms']:.1f}, {seen['itl_p99_ms']:.2f}")
-            cells.append(f"{seen['output_tok_s']:.0f}")
-        if live := row.get("live"):
-            same = f"{live['other_requests']} of {live['requests']}"
-            first = f", {live['first_other']} first" if live["first_other"] else ""
-            cells += [f"{live['step_ms']:.2f}", f"{live['output_tok_s']:.0f}", same + first]
-        table.add_row(row["spec"], f"{row['device_bytes'] / 2**20:.1f}", *cells)
+        if "device_bytes" in row:
+            table.add_row(*_cells(row, rows))
     console.print(table, highlight=False)
     console.print(
         f"[dim]Times of steps and collectives are a roofline's, of {about['device']}; what ran here says so.[/]",
@@ -309,3 +352,35 @@ def _print(rows: Sequence[dict[str, Any]], about: dict[str, Any], console: Conso
     )
     if (agreement := about["rank_correlation"]) is not None:
         console.print(f"order of steps, priced and here: rank correlation {agreement:.2f}")
+    for row in rows:
+        if row["refused"]:
+            console.print(
+                f"{row['spec']} is refused: {row['refused']}", highlight=False, markup=False
+            )
+
+
+def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    """Of the table, in the order of its columns."""
+    cells = [row["spec"], f"{row['device_bytes'] / 2**20:.1f}", _kv_in_short(row["kv"])]
+    cells += [
+        f"{s['collectives']}, {s['collective_mib']:.2f}, {s['collective_ms']:.2f}; {s['step_ms']:.2f}"
+        for s in row["steps"]
+    ] or ["XLA's, not known here"] * 2
+    if _has(rows, "compiled"):
+        cells.append("\n".join(map(_in_short, row.get("compiled", ()))))
+    if _has(rows, "simulated"):
+        seen = row.get("simulated")
+        cells.append(f"{seen['ttft_p99_ms']:.1f}, {seen['itl_p99_ms']:.2f}" if seen else "")
+        cells.append(f"{seen['output_tok_s']:.0f}" if seen else "")
+    if live := row.get("live"):
+        same = f"{live['other_requests']} of {live['requests']}"
+        first = f", {live['first_other']} first" if live["first_other"] else ""
+        cells += [f"{live['step_ms']:.2f}", f"{live['output_tok_s']:.0f}", same + first]
+    return cells
+
+
+def _kv_in_short(kv: dict[str, Any]) -> str:
+    if kv["pages"] is None:
+        return f"{kv['token_bytes']}, not known"
+    held = ", ".join(f"{n} of {length}" for length, n in kv["sequences"].items())
+    return f"{kv['token_bytes']}, {kv['pages']}; {held}"

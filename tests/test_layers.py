@@ -117,7 +117,7 @@ ALLOWED: dict[str, set[str]] = {
         "quality",
     },
     "quant_commands": {"build", "progress", "quality", "weights"},
-    "shard_commands": {"build", "progress", "sim", "sizing"},
+    "shard_commands": {"build", "commands", "progress", "sim", "sizing"},
     "replay_commands": {"build", "plugins", "progress", "sched", "model.step"},
     "outputs": {"text"},
     "feed": {"engine"},

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch, Moe
-from jserve.model.shard import ExpertSizes, ParamSpec, Part, ShardRules
+from jserve.model.shard import ExpertSizes, ParamSpec, Part, ShardRules, rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def routed_specs(moe: Moe, D: int, at: str, names: MoeNames) -> dict[str, ParamS
 def check_has_experts(arch: Arch, rules: ShardRules, sizes: Mapping[str, int]) -> None:
     """Refuse to spread the experts of a model that has none over a mesh of these axis sizes."""
     if rules.split("experts", sizes) and not any(isinstance(x.ffn, Moe) for x in arch.layers):
-        name = "expert_parallel_size"
+        name = "expert_parallel_size" if rules.stated is None else rule("experts")
         raise ConfigError(f"{name}: the model has no experts", field=name)
 
 

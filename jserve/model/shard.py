@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
 from jserve.sharding import DP, Sharding
@@ -108,6 +109,8 @@ class OnMesh:
     """A dimension that lies over these mesh axes, whatever the rules say."""
 
     axis: MeshAxis
+    path: str = ""
+    """The key of ``ShardRules.params`` that says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +166,9 @@ class ShardRules:
     """gathered: whole on every device; split: they lie as ``vocab`` does, and sampling is over the parts."""
     residual: str = "whole"
     """As ``Sharding.residual``."""
+    stated: tuple[str, ...] | None = None
+    """The logical axes whose rules a user's sharding has, in its order; errors name its keys. None: the rules follow
+    from options."""
 
     @classmethod
     def of_sharding(
@@ -182,8 +188,10 @@ class ShardRules:
             own = {name: found.pop(name, None) for name in _RULES}
             rules = cls(**own, extra=found, redundant_experts=redundant_experts)
         paths = tuple((path, tuple(map(_axis_of, axes))) for path, axes in sharding.params)
+        is_given = bool(sharding.mesh or sharding.params) or sharding.rules is not None
         return replace(
             rules,
+            stated=tuple(name for name, _ in sharding.rules or ()) if is_given else None,
             auto=sharding.mode == "auto",
             params=paths,
             sums=sharding.sums,
@@ -223,7 +231,24 @@ class ShardRules:
         return replace(whole, extra=extra, redundant_experts=0, params=())
 
     def partition(self, axes: tuple[str | OnMesh | None, ...]) -> PartitionSpec:
-        return PartitionSpec(*(self.axis(a) for a in axes))
+        return PartitionSpec(*self.laid(axes))
+
+    def laid(self, axes: tuple[str | OnMesh | None, ...]) -> tuple[MeshAxis, ...]:
+        """The mesh axes of each dimension of a weight. Where with ``auto`` two rules name one mesh axis, the dimension
+        of the earlier rule has it, and that of the later one is whole, as flax has it."""
+        found = [self.axis(a) for a in axes]
+        if not self.auto:
+            return tuple(found)
+        taken: set[str] = set()
+        for d in sorted(range(len(axes)), key=lambda d: self._turn(axes[d])):
+            if taken & set(_names(found[d])):
+                found[d] = None
+            taken |= set(_names(found[d]))
+        return tuple(found)
+
+    def _turn(self, name: str | OnMesh | None) -> int:
+        order = self.names()
+        return order.index(name) if name in order else len(order)
 
     def axis(self, name: str | OnMesh | None) -> MeshAxis:
         """The mesh axis of logical axis ``name``.
@@ -259,36 +284,57 @@ class ShardRules:
             raise ConfigError(f"{field}: {why}", field=field)
         return _axis_of([axis for axis in names if sizes[axis] > 1])
 
-    def sharding(self, mesh: Mesh, axes: tuple[str | OnMesh | None, ...]) -> NamedSharding:
+    def sharding(
+        self, mesh: Mesh | AbstractMesh, axes: tuple[str | OnMesh | None, ...]
+    ) -> NamedSharding:
         return NamedSharding(mesh, self.partition(axes))
 
     def described(self, sizes: Mapping[str, int]) -> str:
         """These rules on a mesh of these axis sizes, as one line: equal lines are equal sums, in the same order."""
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-        laid = [(name, self.split(name, sizes)) for name in self.names()]
+        laid = [(name, self.split(name, sizes)) for name in self._known]
         rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
         paths = [f"{path}:{axes}" for path, axes in self.params]
         others = ["auto"] * self.auto + [f"sums:{self.sums}"] * (self.sums != "float32")
         others += [f"logits:{self.logits}"] * (self.logits != "gathered")
         others += [f"residual:{self.residual}"] * (self.residual != "whole")
+        others += [f"{a}<{b}" for a, b in self._contested() if self.auto]
         return " ".join([mesh, *rules, *paths, *others])
 
+    def _contested(self) -> Iterator[tuple[str, str]]:
+        """Rules that name one mesh axis for two dimensions of a weight, the one that has it first."""
+        for a, b in combinations(self.names(), 2):
+            if {a, b} & set(_BESIDE) and set(_names(self.axis(a))) & set(_names(self.axis(b))):
+                yield a, b
+
     def names(self) -> tuple[str, ...]:
-        """The logical axes that have a rule."""
-        known = (*_RULES, *_FOLLOWS)
-        return (*known, *(name for name in self.extra if name not in known))
+        """The logical axes that have a rule, those that a user stated first; what follows one comes after it."""
+        stated = self.stated or ()
+        after = {name: [x for x in _followers(name) if x not in stated] for name in stated}
+        first = [x for name in stated for x in (name, *after[name])]
+        return tuple(dict.fromkeys((*first, *self._known)))
+
+    @property
+    def _known(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*_RULES, *_FOLLOWS, *self.extra)))
 
 
 _RULES = ("vocab", "kv_heads", "ffn", "embed")
 _FOLLOWS = {"ffn_expert": "ffn", "experts": None}
 """Logical axes of experts -> the one whose rule they have unless ``extra`` gives them their own."""
+_BESIDE = ("embed", "experts")
+"""Logical axes that weights have beside another one."""
 _WHOLE = {"layers": "every device computes every layer"}
 """The reason why a dimension cannot be split."""
 
 
+def _followers(name: str) -> list[str]:
+    return [follower for follower, followed in _FOLLOWS.items() if followed == name]
+
+
 def rule(name: str | OnMesh, table: str = "rules") -> str:
     """The name that errors give the rule of a logical axis, or the entry of another table."""
-    return f"sharding.{table}.{name}" if isinstance(name, str) else "sharding.params"
+    return f"sharding.{table}.{name}" if isinstance(name, str) else f"sharding.params.{name.path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,7 +484,7 @@ def _by_path(specs: Any, rules: ShardRules) -> Any:
             field = rule(pattern, "params")
             why = f"{len(axes)} entries, but {name} has the dimensions {spec.shape}"
             raise ConfigError(f"{field}: {why}", field=field)
-        return replace(spec, axes=tuple(map(OnMesh, axes)))
+        return replace(spec, axes=tuple(OnMesh(axis, pattern) for axis in axes))
 
     laid = jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec) if unused else specs
     if unused:
@@ -455,17 +501,22 @@ def _with_slots(
     n, spare, E = n_parts(rules.split("experts", sizes), sizes), rules.redundant_experts, experts.n
     width = n_parts(rules.split("ffn_expert", sizes), sizes)
     F = spec.shape[spec.axes.index("ffn_expert")] if "ffn_expert" in spec.axes else 0
+
+    def field(option: str, logical: str) -> str:
+        return option if rules.stated is None else rule(logical)
+
     if (E + spare) % n:
         most = f"{E} experts" + (f" and {spare} redundant ones" if spare else "")
         more = f"num_redundant_experts {spare + -(E + spare) % n} would fill them up"
-        why = f"expert_parallel_size {n} does not divide {most}; {more}"
-        raise ConfigError(why, field="expert_parallel_size")
+        name = field("expert_parallel_size", "experts")
+        raise ConfigError(f"{name} {n} does not divide {most}; {more}", field=name)
     if spare > E:
         name = "num_redundant_experts"
         raise ConfigError(f"{name} {spare} exceeds the {E} experts of a layer", field=name)
     if F % width:
+        name = field(experts.width_key, "ffn_expert")
         why = f"{experts.width_key} {F} is not divisible by tensor_parallel_size {width}"
-        raise ConfigError(why, field=experts.width_key)
+        raise ConfigError(why if rules.stated is None else f"{name}: {why}", field=name)
     copies = spare * (spec.shape[0] // E)
     return replace(spec, shape=(spec.shape[0] + copies, *spec.shape[1:]), copies=copies)
 
@@ -495,6 +546,12 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
         specs,
         is_leaf=is_spec,
     )
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh of no devices."""
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def mesh_of(sharding: Sharding, devices: Sequence[Any] | None = None) -> Mesh:

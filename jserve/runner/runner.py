@@ -26,6 +26,7 @@ from jserve.errors import ConfigError, WeightsError
 from jserve.faults import point
 from jserve.model import decoder, feature_states
 from jserve.model.arch import Arch
+from jserve.model.dot import paths
 from jserve.model.family import Family
 from jserve.model.native import chosen
 from jserve.model.shard import ShardRules, dtype_of
@@ -384,6 +385,7 @@ class ModelRunner:
             "kv_dtype": self.sizes.kv_name,
             "kernels": self.sizes.kernels or "xla",
             "no_kernels": self._no_kernels,
+            "paths": paths(self.params, self.sizes.kernels, {b.T for b in self.ladder.buckets}),
             "programs": len(self.programs),
             "programs_loaded": self.programs.n_loaded,
             "kv_transfer_address": server.address if server is not None else None,

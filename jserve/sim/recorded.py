@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence as Seq
+import json
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from jserve.sim.trace import PromptPiece, TraceItem
 from jserve.types import Finish, Request, Sequence, StepPlan, StepResult
 
 CHUNK = 8
+MOST_LINE = 1 << 24
+"""Bytes of the first line of a batch file at most."""
 SPARE = 512
 """Tokens beyond those seen that a choice without an end and without a limit would still say."""
 
@@ -41,6 +44,16 @@ def is_journal(path: Path) -> bool:
             return file.read(8) == b'{"type":'
     except OSError:
         return False
+
+
+def is_batch(path: Path) -> bool:
+    """True for an OpenAI batch file, by its first line."""
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline(MOST_LINE))
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and {"custom_id", "url", "body"} <= {*first}
 
 
 @dataclass(slots=True)
@@ -70,6 +83,37 @@ def convert(path: Path) -> list[TraceItem]:
     return [_item(h, weaver) for h in logged]
 
 
+def of_requests(requests: Iterable[Request], max_model_len: int) -> list[TraceItem]:
+    """Requests that have not run, as a trace: all at once, with the prefixes that they share, each choice as long as it
+    may be; of those without ``max_tokens``, ``SPARE`` tokens as far as the context goes.
+
+    Raises:
+        ConfigError: a request that a trace cannot hold.
+    """
+    weaver, found = _Weaver(), []
+    for request in requests:
+        _check(request, "trace")
+        params, n = request.params, len(request.prompt_ids)
+        if params.max_tokens is None:
+            params = dataclasses.replace(params, max_tokens=min(SPARE, max_model_len - n))
+        asked = dataclasses.replace(request, params=params)
+        found.append(_item(_LoggedRequest(asked, 0.0, [{} for _ in range(params.n)]), weaver))
+    return found
+
+
+def _check(request: Request, where: str) -> None:
+    """Refuse what a trace does not hold."""
+    name, why = request.id[:64], None
+    if request.cache is not None or request.adapter is not None:
+        why = "uses a cache handle or adapter, which a trace does not hold"
+    elif request.said:
+        why = "goes on behind what another engine said, which a trace does not hold"
+    elif request.params.guided:
+        why = "has structured output, which is not simulated"
+    if why is not None:
+        raise ConfigError(f"{where}: request {name!r} {why}", field="trace")
+
+
 def _logged_requests(path: Path) -> list[_LoggedRequest]:
     logged: dict[str, _LoggedRequest] = {}
     rows: dict[int, Decision] = {}
@@ -80,24 +124,7 @@ def _logged_requests(path: Path) -> list[_LoggedRequest]:
                 raise ConfigError(
                     f"journal {path}: id {request.id[:64]!r} is reused", field="trace"
                 )
-            if request.cache is not None or request.adapter is not None:
-                raise ConfigError(
-                    f"journal {path}: request {request.id[:64]!r} uses a cache handle or adapter,"
-                    " which a trace does not hold",
-                    field="trace",
-                )
-            if request.said:
-                raise ConfigError(
-                    f"journal {path}: request {request.id[:64]!r} goes on behind what another engine"
-                    " said, which a trace does not hold",
-                    field="trace",
-                )
-            if request.params.guided:
-                raise ConfigError(
-                    f"journal {path}: request {request.id[:64]!r} has structured output,"
-                    " which is not simulated",
-                    field="trace",
-                )
+            _check(request, f"journal {path}")
             logged[request.id] = _LoggedRequest(
                 request, event.now, [{} for _ in range(request.params.n)]
             )

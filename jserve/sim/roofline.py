@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
@@ -141,8 +142,16 @@ class Roofline:
     """Groups of these that have different experts."""
     kv: KVLayout = field(init=False)
     """In pages of one token."""
+    _attention: int = field(init=False, compare=False, repr=False)
+    """Parameters of attention in all layers."""
+    _ffns: tuple[tuple[Mlp | Moe, int], ...] = field(init=False, compare=False, repr=False)
+    """The other parts of layers, and how many are alike: a simulation asks for their sum at every step."""
 
     def __post_init__(self) -> None:
+        parts = [layer.attn.n_weights(self.arch.D) for layer in self.arch.layers]
+        object.__setattr__(self, "_attention", sum(parts))
+        ffns = Counter(layer.ffn for layer in self.arch.layers)
+        object.__setattr__(self, "_ffns", tuple(ffns.items()))
         layers, dtype = self.arch.kv_layers, np.dtype(f"V{self.kv_itemsize}")
         kv = KVLayout(layers=layers, page_size=1, dtype=dtype, tp=self.tp)
         object.__setattr__(self, "kv", kv)
@@ -160,9 +169,8 @@ class Roofline:
     def _layers(self, tokens: float, ep: int = 1) -> float:
         """Parameters of all layers that a step of so many tokens meets, as many on each of ``ep`` groups as on the
         fullest."""
-        arch = self.arch
-        attention = sum(layer.attn.n_weights(arch.D) for layer in arch.layers)
-        return attention + sum(_ffn(x.ffn, arch.D, tokens, ep) for x in arch.layers)
+        D = self.arch.D
+        return self._attention + sum(n * _ffn(ffn, D, tokens, ep) for ffn, n in self._ffns)
 
     @property
     def unembed(self) -> int:

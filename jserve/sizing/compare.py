@@ -8,7 +8,7 @@ one after the other, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,17 @@ import jax.numpy as jnp
 
 from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.arch import with_kv_forms
 from jserve.model.shard import ShardRules, n_parts
+from jserve.model.view import StepDims
+from jserve.runner.sizes import kv_dtype, page_demand
 from jserve.sharding import Sharding
 from jserve.sim.costs import GPU_HOST_S, Device
-from jserve.sim.roofline import CHIPS, Chip, Roofline
+from jserve.sim.roofline import CHIPS, GIB, Chip, Roofline
 from jserve.sim.simulate import Setup
 from jserve.sizing.explain import Collective, Explained, explain_sharding
-from jserve.sizing.models import find
+from jserve.sizing.models import Model, find
+from jserve.sizing.plan import LENGTHS
 
 FEW, MANY = 0, 1
 """Numbers of the two programs that ``explain_sharding`` shows."""
@@ -46,6 +50,18 @@ class StepPrice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVRoom:
+    """The KV of one device, and what of it fits beside the weights."""
+
+    token_bytes: int
+    """Of one token in all layers."""
+    pages: int | None
+    """None: the kind of device has no memory of its own, and no option says how many."""
+    sequences: dict[int, int] | None
+    """Tokens of a sequence -> as many as a group holds at once; None where ``pages`` is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """A sharding, and what its steps take on a kind of device."""
 
@@ -55,22 +71,30 @@ class Priced:
     """Of weights."""
     steps: tuple[StepPrice, ...]
     """() where mode auto has more devices than this process."""
+    kv: KVRoom
 
 
 def priced(
     model: str,
     sharding: Sharding | Mapping[str, Any] | str | Path,
     device: str,
+    config: EngineConfig | None = None,
     *,
-    dtype: str = "auto",
+    lengths: Sequence[int] = (),
 ) -> Priced:
     """Prices a step of eight sequences and one of 256 prompt tokens under ``sharding``.
 
+    Args:
+        lengths: of the sequences that are counted; (): those of ``jserve plan``.
+
     Raises:
-        ConfigError: an unknown device, or as ``explain_sharding``.
+        ConfigError: an unknown device, a length beyond the context, or as ``explain_sharding``.
     """
-    chip, explained = _chip(device), explain_sharding(model, sharding, dtype=dtype)
+    config = config or EngineConfig()
+    chip, explained = _chip(device), explain_sharding(model, sharding, dtype=config.model.dtype)
+    found = find(model, dtype=config.model.dtype)
     return Priced(
+        kv=_room(found, explained, chip, config, lengths),
         sharding=explained.sharding,
         devices=explained.sharding.n_devices,
         device_bytes=explained.device_bytes,
@@ -123,14 +147,7 @@ def simulation(
     """
     explained, chip = explain_sharding(model, sharding, dtype=config.model.dtype), _chip(device)
     found, spec = find(model, dtype=config.model.dtype), explained.sharding
-    rules, sizes = ShardRules.of_sharding(spec, dict(spec.mesh)), dict(spec.mesh)
-    line = Roofline(
-        arch=found.arch,
-        itemsize=found.itemsize,
-        chip=chip,
-        kv_itemsize=found.dtype.itemsize,
-        tp=n_parts(rules.split("kv_heads", sizes), sizes),
-    )
+    line, sizes = _line(found, explained, chip, config), dict(spec.mesh)
     links, tokens = [], []
     for program in explained.programs:
         if program.collectives is None:
@@ -163,13 +180,65 @@ def simulation(
     return Setup(config=config, device=made, replicas=spec.dp)
 
 
-def _n_pages(line: Roofline, device_bytes: int, config: EngineConfig) -> int:
-    """Pages of KV beside the weights of a device."""
+def _line(found: Model, explained: Explained, chip: Chip, config: EngineConfig) -> Roofline:
+    """Of one device, KV as the options of ``config`` want it."""
+    sizes, cache = dict(explained.sharding.mesh), config.cache
+    rules = ShardRules.of_sharding(explained.sharding, sizes)
+    arch = with_kv_forms(
+        found.arch,
+        cache.kv_cache_dtype,
+        cache.kv_cache_dtype_skip_layers,
+        found.dtype.name,
+        rotate=cache.kv_cache_rotate,
+    )
+    return Roofline(
+        arch=arch,
+        itemsize=found.itemsize,
+        chip=chip,
+        kv_itemsize=jnp.dtype(kv_dtype(config, found.dtype)).itemsize,
+        tp=n_parts(rules.split("kv_heads", sizes), sizes),
+    )
+
+
+def _room(
+    found: Model, explained: Explained, chip: Chip, config: EngineConfig, lengths: Sequence[int]
+) -> KVRoom:
+    """Raises ConfigError for a length beyond the context."""
+    line = _line(found, explained, chip, config)
+    context = config.model.max_model_len or found.arch.max_position
+    config = config.on("cuda" if chip.memory else "cpu")
+    lengths = lengths or [n for n in LENGTHS if n < context] or [context]
+    if max(lengths) > context:
+        why = f"{max(lengths)} tokens exceed the context of {context}"
+        raise ConfigError(f"lengths: {why}", field="lengths")
+    groups = line.groups(config.cache)
+    dims = StepDims(C=1, M=1, Z=config.cache.page_size, V=found.arch.V, groups=groups)
+    demand = page_demand(line.arch, config, dims, line.kv.window, prefills=groups is None)
+    known = chip.memory or config.cache.n_pages or config.cache.kv_memory_gb
+    pages = max(0, _pages(line, explained.device_bytes, config)) if known else None
+    return KVRoom(
+        token_bytes=line.kv.page_bytes,
+        pages=pages,
+        # Page 0 is scratch.
+        sequences=None
+        if pages is None
+        else {n: max(0, pages - 1) // demand.most(n) for n in lengths},
+    )
+
+
+def _pages(line: Roofline, device_bytes: int, config: EngineConfig) -> int:
+    """Pages of KV beside the weights of a device; below 2: there is no room."""
     if config.cache.n_pages:
         return config.cache.n_pages
     used = config.cache.memory_utilization - SCRATCH_SHARE
     room = line.chip.memory * DEVICE_SHARE * used - device_bytes
-    n = int(room // line.page_bytes(config.cache))
+    if config.cache.kv_memory_gb:
+        room = config.cache.kv_memory_gb * GIB
+    return int(room // line.page_bytes(config.cache))
+
+
+def _n_pages(line: Roofline, device_bytes: int, config: EngineConfig) -> int:
+    n = _pages(line, device_bytes, config)
     if n < 2:
         why = f"{device_bytes / 1e9:.1f} GB of weights a device leave no room for KV"
         raise ConfigError(f"memory_utilization: {why}", field="memory_utilization")

@@ -11,21 +11,32 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jserve.errors import ConfigError
 from jserve.model.hand import step_model_of
-from jserve.model.shard import MeshAxis, ParamSpec, ShardRules, is_spec, mesh_of, n_parts
+from jserve.model.moe_specs import check_has_experts
+from jserve.model.shard import (
+    MeshAxis,
+    ParamSpec,
+    ShardRules,
+    abstract_mesh,
+    is_spec,
+    mesh_of,
+    n_parts,
+)
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, buffer_size
 from jserve.sharding import Sharding
 from jserve.sizing.models import find
+from jserve.weights.place import placed
 
 BUCKETS = (Bucket(D=8, P=0, F=0), Bucket(D=2, P=256, F=1))
 """A step of eight sequences, and one of 256 prompt tokens."""
@@ -125,6 +136,8 @@ def explain_sharding(
     asked, found = Sharding.of(sharding), find(model, dtype=dtype)
     mesh: Any = _mesh(asked)
     rules = ShardRules.of_sharding(asked, mesh.shape)
+    check_has_experts(found.arch, rules, mesh.shape)
+    placed(partial(found.family.specs, found.arch), mesh, rules)
     made = step_model_of(found.family, found.arch, mesh=mesh, rules=rules, dtype=found.dtype)
     return Explained(
         model=found.name,
@@ -138,10 +151,9 @@ def _mesh(sharding: Sharding) -> Mesh | AbstractMesh:
     """Real devices only for XLA's partitioner, and only where there are enough of them."""
     if not sharding.mesh:
         raise ConfigError("sharding.mesh: is missing", field="sharding.mesh")
-    names, sizes = zip(*sharding.mesh, strict=True)
     if sharding.mode == "auto" and sharding.n_devices <= len(jax.devices()):
         return mesh_of(sharding)
-    return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+    return abstract_mesh(dict(sharding.mesh))
 
 
 def _places(model: StepModel) -> Iterator[WeightPlace]:

@@ -8,20 +8,25 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from jax.sharding import AbstractMesh
+
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model import decoder
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.native import chosen
-from jserve.model.shard import ShardRules
+from jserve.model.shard import ShardRules, abstract_mesh
 from jserve.model.view import Bucket
 from jserve.runner.experts import check_experts
+from jserve.runner.layout import partitionable
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.sizes import Sizes, sizes_of
+from jserve.sharding import Sharding
 from jserve.sim.roofline import Chip
 from jserve.sizing import speculation as drafts
 from jserve.sizing.models import Model
 from jserve.speculation.drafters.load import LoadedDrafter
+from jserve.weights.place import tp_size
 
 MOST_DEVICES = 64
 """Up to here a model that does not fit is tried on more."""
@@ -55,14 +60,14 @@ class Layout:
 
 def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     """Raises ConfigError as the engine would: it does not fit, or an option cannot be honoured."""
-    options, tp = config.device, config.device.n_devices
-    rules = ShardRules.of_mesh(options.mesh_shape, options.num_redundant_experts)
-    check_has_experts(model.arch, rules, options.mesh_shape)
-    check_experts(options, model.family, model.arch, rules)
-    speculation = drafts.drafter_of(model, config)
-    drafter = drafts.weight_bytes(speculation, model, tp)
-    weights = _weights(model, config) + drafter
+    mesh, rules = mesh_of_options(config)
     platform = "cuda" if chip.memory else "cpu"
+    config, tp = partitionable(config, rules, platform), tp_size(mesh, rules)
+    check_has_experts(model.arch, rules, mesh.shape)
+    check_experts(config.device, model.family, model.arch, rules)
+    speculation = drafts.drafter_of(model, config, tp)
+    drafter = drafts.weight_bytes(speculation, model, tp)
+    weights = model.bytes_on(mesh, rules) + drafter
     sizes = sizes_of(
         model.arch,
         config,
@@ -87,11 +92,22 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
     )
 
 
+def mesh_of_options(config: EngineConfig) -> tuple[AbstractMesh, ShardRules]:
+    """(mesh, rules) of one engine with these options, whatever devices there are."""
+    options = config.device
+    if not options.sharding:
+        sizes = options.mesh_shape
+        return abstract_mesh(sizes), ShardRules.of_mesh(sizes, options.num_redundant_experts)
+    sharding = Sharding.of(options.sharding)
+    sizes = dict(sharding.mesh)
+    rules = ShardRules.of_sharding(sharding, sizes, options.num_redundant_experts)
+    return abstract_mesh(sizes), rules
+
+
 def _weights(model: Model, config: EngineConfig) -> int:
     """Bytes of the model's weights on each device."""
-    options = config.device
-    tp, ep = options.tensor_parallel_size, options.expert_parallel_size
-    return model.weight_bytes(tp, ep, options.num_redundant_experts)
+    mesh, rules = mesh_of_options(config)
+    return model.bytes_on(mesh, rules)
 
 
 def _memory(chip: Chip, weights: int) -> DeviceMemory:

@@ -8,6 +8,7 @@ compiler says it costs. Nothing is loaded: weights and state are shapes. ::
         "made_by": {"jax": ...},
         "model": ...,
         "options": {...},
+        "sharding": "tp=2 vocab:tp ...",
         "programs": {
             "D8 P0 F0 J1": {
                 "text": "3f...",
@@ -36,9 +37,9 @@ import jax.numpy as jnp
 from jserve import __version__
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.shard import ShardRules, make_mesh
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, buffer_size
+from jserve.runner.layout import groups, placement
 from jserve.runner.sizes import step_model
 from jserve.sim.roofline import CHIPS
 from jserve.sizing.explain import traced_collectives
@@ -74,9 +75,9 @@ def manifest(
         quantization=forms,
         max_model_len=options.max_model_len,
     )
-    laid, device = lay_out(model, config, CHIPS["cpu"]), config.device
-    mesh = make_mesh(device.tensor_parallel_size, ep=device.expert_parallel_size)
-    rules = ShardRules.of_mesh(mesh.shape, device.num_redundant_experts)
+    group, meshes = groups(config, None)
+    mesh, rules = placement(group, meshes[0])
+    laid = lay_out(model, group, CHIPS["cpu"])
     step = step_model(laid.sizes, model.family, mesh, rules, laid.speculation)
     programs: dict[str, Any] = {}
     for done, bucket in enumerate(laid.buckets):
@@ -88,7 +89,8 @@ def manifest(
     for name in ("model", "api_key", "kv_transfer_key"):  # named apart, and secrets
         changed.pop(name, None)
     about = {"format": FORMAT, "made_by": versions, "model": model.name, "options": changed}
-    return {**about, "pages": laid.sizes.memory.n_pages, "programs": programs}
+    about |= {"sharding": rules.described(mesh.shape), "pages": laid.sizes.memory.n_pages}
+    return {**about, "programs": programs}
 
 
 def bucket_name(bucket: Bucket) -> str:
@@ -139,12 +141,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """A line for everything in which two manifests differ. Of programs that other versions made, or of pools of other
-    sizes, neither texts nor figures are compared: these differ anyway."""
+    """A line for everything in which two manifests differ. Of programs that other versions made, of other layouts or of
+    pools of other sizes, neither texts nor figures are compared: these differ anyway."""
     alike = True
-    for key in ("model", "options", "made_by", "pages"):
+    for key in ("model", "options", "made_by", "sharding", "pages"):
         if old.get(key) != new.get(key):
-            alike = alike and key not in ("made_by", "pages")
+            alike = alike and key not in ("made_by", "sharding", "pages")
             yield f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
     before, after = old["programs"], new["programs"]
     yield from (f"{name}: gone" for name in before if name not in after)

@@ -10,11 +10,13 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.gguf.header import is_gguf
@@ -26,7 +28,6 @@ from jserve.model.quant import bytes_by_form
 from jserve.model.rope import for_context
 from jserve.model.shard import (
     AXIS,
-    EXPERT_AXIS,
     ParamSpec,
     ShardRules,
     is_spec,
@@ -36,6 +37,7 @@ from jserve.model.shard import (
 from jserve.shapes import SHAPES
 from jserve.sim.costs import SimulatedModel
 from jserve.weights import hf
+from jserve.weights.place import placed
 from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import Source, resolve
 
@@ -75,7 +77,7 @@ class Model:
             return self.dtype.itemsize
         table = 0 if self.arch.tied else self.arch.V * self.arch.D * self.dtype.itemsize
         wide = device_bytes(self.family.wide.specs(self.arch, 1), self.dtype, 1) - table
-        return self.dtype.itemsize * (self.weight_bytes(1) - table) / wide
+        return self.dtype.itemsize * (self.weight_bytes - table) / wide
 
     def form_bytes(self) -> dict[str, int]:
         """Bytes of the parameters in each form, of one device that has all of them."""
@@ -85,17 +87,31 @@ class Model:
         """As ``dot.paths``, of the matrices of ``tp`` devices."""
         return paths(self.family.specs(self.arch, tp), level, rows)
 
-    def weight_bytes(self, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
-        """Bytes on one device of ``tp * ep``, experts spread over groups of ``tp``."""
-        return device_bytes(self.specs(tp * ep), self.dtype, tp, ep, redundant_experts)
+    @property
+    def weight_bytes(self) -> int:
+        """On a device that has all of them."""
+        return device_bytes(self.specs(), self.dtype, 1)
+
+    def bytes_on(self, mesh: AbstractMesh, rules: ShardRules) -> int:
+        """Bytes of the weights on each device of ``mesh``.
+
+        Raises:
+            ConfigError: as ``placed``.
+        """
+        specs = placed(partial(self.family.specs, self.arch), mesh, rules)
+        return _bytes_under(specs, self.dtype, rules, mesh.shape)
 
 
-def device_bytes(specs: Any, dtype: Any, tp: int, ep: int = 1, redundant_experts: int = 0) -> int:
-    """Bytes of a tree of specs on one device of ``tp * ep``: split weights divided, the others whole, as
+def device_bytes(specs: Any, dtype: Any, tp: int) -> int:
+    """Bytes of a tree of specs on one device of ``tp``: split weights divided, the others whole, as
     the engine counts them."""
-    sizes = {EXPERT_AXIS: ep, AXIS: tp} if ep > 1 else {AXIS: tp}
-    rules, total = ShardRules.of_mesh(sizes, redundant_experts), 0
-    for spec in jax.tree.leaves(padded(specs, rules, sizes), is_leaf=is_spec):
+    rules, sizes = ShardRules(), {AXIS: tp}
+    return _bytes_under(padded(specs, rules, sizes), dtype, rules, sizes)
+
+
+def _bytes_under(specs: Any, dtype: Any, rules: ShardRules, sizes: Mapping[str, int]) -> int:
+    total = 0
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         size = math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize
         total += size // math.prod(n_parts(axis, sizes) for axis in rules.partition(spec.axes))
     return total

@@ -228,7 +228,7 @@ def _plan(laid: Layout, chip: Chip, lengths: tuple[int, ...], acceptance: float)
         parameters=model.n_params,
         active_parameters=line.active + line.unembed,
         dtype=str(model.dtype),
-        weight_bytes_total=model.weight_bytes(1),
+        weight_bytes_total=model.weight_bytes,
         form_bytes=model.form_bytes(),
         paths=model.paths(tp, sizes.kernels, {b.T for b in laid.buckets}),
         active_bytes_total=round((line.active + line.unembed) * line.itemsize),

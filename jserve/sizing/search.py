@@ -29,6 +29,8 @@ from jserve.sizing.models import Model, find
 from jserve.sizing.plan import roofline_of
 
 MOST_DEVICES = 64
+MACHINE = 8
+"""Devices of a machine: engines beyond them are in other processes."""
 GOOD = 0.99
 """Share of requests that have to keep the targets."""
 
@@ -61,9 +63,14 @@ class TriedLayout:
 
     @property
     def sharding(self) -> Sharding:
-        """Of one engine."""
-        sizes = {"tp": self.tp} | ({"ep": self.ep} if self.ep > 1 else {})
-        return Sharding.of({"mesh": sizes})
+        """Of one process: its engines are axis ``dp``."""
+        sizes = {"dp": self.replicas // self.processes, "ep": self.ep, "tp": self.tp}
+        return Sharding.of({"mesh": {k: n for k, n in sizes.items() if n > 1 or k == "tp"}})
+
+    @property
+    def processes(self) -> int:
+        """One a machine, each with as many engines as it has devices for."""
+        return max(1, self.devices // MACHINE) if self.tp * self.ep <= MACHINE else self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +121,8 @@ def search(
         raise ConfigError(f"device must be one of {known}, not {device!r}", field="device")
     if not 1 <= n_devices <= MOST_DEVICES:
         raise ConfigError(f"devices must be in [1, {MOST_DEVICES}]", field="devices")
-    for option in ("tensor_parallel_size", "expert_parallel_size"):
-        if getattr(config.device, option) != 1:
+    for option in ("tensor_parallel_size", "expert_parallel_size", "sharding"):
+        if getattr(config.device, option) not in (1, ""):
             raise ConfigError(f"{option}: the search chooses it", field=option)
     options = config.model
     forms = (options.quantization, options.quantization_config)
@@ -200,7 +207,9 @@ def _device(laid: Layout, chip: Chip) -> Device:
 def as_mapping(found: Found) -> dict[str, Any]:
     """Ready for JSON."""
     rows = [
-        dataclasses.asdict(c) | {"devices": c.devices, "serves": c.serves, "lost": found.why_not(c)}
+        dataclasses.asdict(c)
+        | {"devices": c.devices, "sharding": str(c.sharding), "processes": c.processes}
+        | {"serves": c.serves, "lost": found.why_not(c)}
         for c in found.candidates
     ]
     if found.winner is not None:

@@ -17,7 +17,7 @@ def as_json(found: Found) -> str:
 
 def as_text(found: Found, console: Console) -> None:
     """One line a layout, the best first."""
-    table = Table("layout of an engine", "engines", "devices", "good", "first token p99 ms")
+    table = Table("sharding", "engines", "devices", "good", "first token p99 ms")
     for column in ("between tokens p99 ms", "output tok/s", "busy", "why not"):
         table.add_column(column, justify="left" if column == "why not" else "right")
     for candidate in found.candidates:
@@ -43,11 +43,11 @@ def _cells(found: Found, c: TriedLayout) -> tuple[str, ...]:
 
 
 def command(winner: TriedLayout) -> str:
-    """The command that serves like this."""
-    replicas = f" --replicas {winner.replicas}" if winner.replicas > 1 else ""
+    """The command that serves like this: several engines of one machine are groups (dp) of one process."""
+    replicas = f" --replicas {winner.processes}" if winner.processes > 1 else ""
     return f"jserve serve MODEL --sharding {winner.sharding}{replicas}"
 
 
 def as_spec(winner: TriedLayout) -> str:
-    """The file for ``--sharding``; its first line has the number of engines, which is no part of it."""
+    """The file for ``--sharding``; its first line has the number of processes, which is no part of it."""
     return f"# {command(winner)}\n" + yaml.safe_dump(winner.sharding.as_mapping(), sort_keys=False)

@@ -77,13 +77,16 @@ class Speculated:
     rates: tuple[DraftRate, ...]
 
 
-def drafter_of(model: Model, config: EngineConfig) -> LoadedDrafter | None:
+def drafter_of(model: Model, config: EngineConfig, tp: int) -> LoadedDrafter | None:
     """The drafter that the options name, without its weights; None: the device drafts nothing.
+
+    Args:
+        tp: devices that share the kv heads.
 
     Raises:
         ConfigError: what an engine would refuse.
     """
-    options, tp = config.speculative, config.device.n_devices
+    options = config.speculative
     check(options, tp)
     if options.method == "ngram":
         return copying(options, config.n_drafts, model.arch)

@@ -40,6 +40,7 @@ from jserve.weights.place import (
     build,
     from_shards,
     named,
+    placed,
     tp_size,
 )
 from jserve.weights.quant.rounding import quantised_tree
@@ -82,8 +83,8 @@ def load(
         tensor.
         ConfigError: the mesh does not fit the rules.
     """
+    specs = _placed_specs(family, arch, mesh, rules)
     if source.format == "orbax" and scheme is not None:
-        specs = _padded_specs(family, arch, mesh, rules)
         if scheme.on_load:
             assert family.wide is not None, "a quantised family"
             how = {"progress": progress, "scan_nan": scan_nan}
@@ -152,7 +153,7 @@ def adopted(
         WeightsError, ConfigError: as ``adopt.adopt``.
         ConfigError: the checkpoint is quantised and these are not; ``field`` is ``quantization``.
     """
-    specs = _padded_specs(family, arch, mesh, rules)
+    specs = _placed_specs(family, arch, mesh, rules)
     if family.wide is None or has_quantised(params):
         return adopt(params, specs, mesh, rules, dtype, canonical=family.specs(arch, 1))
     if any(isinstance(x, QTensor) and not x.form.method for x in quantised_leaves(specs)):
@@ -162,8 +163,8 @@ def adopted(
     return quantised_tree(adopted(*wide), specs, mesh, rules)
 
 
-def _padded_specs(family: Family, arch: Arch, mesh: Mesh, rules: ShardRules) -> Any:
-    return padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
+def _placed_specs(family: Family, arch: Arch, mesh: Mesh, rules: ShardRules) -> Any:
+    return placed(partial(family.specs, arch), mesh, rules)
 
 
 def load_tree(

@@ -1,22 +1,23 @@
 """Places parameters on a mesh, one shard at a time.
 
-It owns names of parameters, their shardings, the walk over the spec tree and the check of values.
+It owns names of parameters, their shardings, what of a user's rules cannot be honoured, the walk over the spec tree
+and the check of values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jserve.errors import ConfigError
 from jserve.model.quant import QTensor
-from jserve.model.shard import ParamSpec, ShardRules, is_spec, n_parts, rule
+from jserve.model.shard import Axes, ParamSpec, ShardRules, is_spec, n_parts, padded, rule
 from jserve.weights.layout import Index, check
 
 Progress = Callable[[str, int, int], None]
@@ -37,7 +38,7 @@ ALIGN = 64
 _SLAB = 1 << 18
 
 
-def tp_size(mesh: Mesh, rules: ShardRules) -> int:
+def tp_size(mesh: Mesh | AbstractMesh, rules: ShardRules) -> int:
     """Shards of the kv heads on ``mesh``: the ``tp`` of ``Family.specs``.
 
     Raises:
@@ -60,22 +61,68 @@ def matrices(specs: Any) -> dict[str, ParamSpec | QTensor]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in whole}
 
 
-def sharding_of(spec: ParamSpec, name: str, mesh: Mesh, rules: ShardRules) -> NamedSharding:
+def sharding_of(
+    spec: ParamSpec, name: str, mesh: Mesh | AbstractMesh, rules: ShardRules
+) -> NamedSharding:
     """The sharding of one parameter.
 
     Raises:
-        ConfigError: a rule names an axis the mesh lacks, or a dimension does not divide; ``field``
-        is the rule.
+        ConfigError: a rule names an axis the mesh lacks, or one that splits another dimension of the parameter already,
+        or a dimension does not divide; ``field`` is the rule.
     """
-    for n, logical in zip(spec.shape, spec.axes, strict=True):
-        axis = None if logical is None else rules.split(logical, mesh.shape)
-        if logical is not None and n % (parts := n_parts(axis, mesh.shape)):
-            raise ConfigError(
-                f"{rule(logical)}: {name} {spec.shape} does not split over the {parts}"
-                f" devices of mesh axis {axis!r}",
-                field=rule(logical),
+    taken: set[str] = set()
+    for n, logical, axis in zip(spec.shape, spec.axes, rules.laid(spec.axes), strict=True):
+        if logical is None or axis is None:
+            continue
+        rules.split(logical, mesh.shape)  # raises for an axis that the mesh lacks
+        parts, axes = n_parts(axis, mesh.shape), {axis} if isinstance(axis, str) else {*axis}
+        if n % parts:
+            why = (
+                f"{name} {spec.shape} does not split over the {parts} devices of mesh axis {axis!r}"
             )
+            raise ConfigError(f"{rule(logical)}: {why}", field=rule(logical))
+        if taken & axes:
+            why = f"mesh axis {min(taken & axes)!r} splits another dimension of {name} already"
+            raise ConfigError(f"{rule(logical)}: {why}", field=rule(logical))
+        taken |= axes
     return rules.sharding(mesh, spec.axes)
+
+
+def placed(specs_at: Callable[[int], Any], mesh: Mesh | AbstractMesh, rules: ShardRules) -> Any:
+    """The specs of a model, ``padded``, once all of them are known to lie on ``mesh`` as ``rules`` say.
+
+    Args:
+        specs_at: ``Family.specs`` of the model, for a number of shards of its kv heads.
+
+    Raises:
+        ConfigError: a rule cannot be honoured; ``field`` is the rule where the rules are those of a sharding, else it
+            may be an option or a key of config.json.
+    """
+    tp = tp_size(mesh, rules)
+    Axes.of(rules, mesh.shape)
+    try:
+        specs = padded(specs_at(tp), rules, mesh.shape)
+    except ConfigError as error:
+        if rules.stated is None or tp == 1 or (error.field or "").startswith("sharding."):
+            raise
+        name = rule("kv_heads")
+        raise ConfigError(f"{name}: {error.message}", field=name) from None
+    for name, spec in named(specs):
+        sharding_of(spec, name, mesh, rules)
+    _check_used(specs, rules, mesh.shape)
+    return specs
+
+
+def _check_used(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> None:
+    """Refuse a user's rule that splits nothing of the model. That of kv_heads splits KV, whatever weights do."""
+    used = {"kv_heads"}
+    for _, spec in named(specs):
+        pairs = zip(spec.axes, rules.laid(spec.axes), strict=True)
+        used |= {logical for logical, axis in pairs if isinstance(logical, str) and axis}
+    for name in rules.stated or ():
+        if rules.split(name, sizes) is not None and name not in used:
+            why = "it splits no weight of this model" + " beside earlier rules" * rules.auto
+            raise ConfigError(f"{rule(name)}: {why}", field=rule(name))
 
 
 def build(

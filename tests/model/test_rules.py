@@ -273,7 +273,7 @@ def test_paths_win_over_rules() -> None:
         ({"layers/9/down": [None, ["x", "y"]]}, "sharding.params.layers/9/down"),
         ({"layers/0/down": [["x", "y"]]}, "sharding.params.layers/0/down"),
         ({"layers/0/attn_norm": [["x", "y"]]}, None),
-        ({"embed": [["x", "y"], None]}, "sharding.params"),
+        ({"embed": [["x", "y"], None]}, "sharding.params.embed"),
     ],
 )
 def test_paths_that_cannot_be_honoured_are_refused(params: Any, field: str | None) -> None:

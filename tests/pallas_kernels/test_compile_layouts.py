@@ -20,11 +20,17 @@ from tests.pallas_kernels.test_compile import layer_bytes
 pytestmark = [pytest.mark.usefixtures("h200"), pytest.mark.slow]
 NAME = "llama-3.1-8b"
 XY = {"x": 2, "y": 4}
+FOUR = {"x": 2, "y": 2}
+WIDE = {"kv_heads": "y", "ffn": "y", "embed": "x"}
+REPEATED = "kv repeated"
 ALL = {"kv_heads": ["x", "y"], "ffn": ["x", "y"], "vocab": ["x", "y"]}
 SPECS: dict[str, dict[str, Any]] = {
     **{f"split logits, {n}": {"mesh": {"tp": n}, "logits": "split"} for n in (2, 4, 8)},
     **{f"sums of weights, {n}": {"mesh": {"tp": n}, "sums": "weights"} for n in (2, 4, 8)},
+    **{f"split residual, {n}": {"mesh": {"tp": n}, "residual": "split"} for n in (2, 4, 8)},
     "one device": {"mesh": {"tp": 1}, "sums": "weights"},
+    REPEATED: {"mesh": {"tp": 8}},
+    "2D, 4": {"mesh": FOUR, "rules": {"kv_heads": "y", "ffn": ["x", "y"], "vocab": "x"}},
     "both, 2D": {
         "mesh": XY,
         "rules": {**ALL, "kv_heads": "y", "vocab": "x"},
@@ -32,6 +38,18 @@ SPECS: dict[str, dict[str, Any]] = {
         "sums": "weights",
     },
     "auto": {"mesh": XY, "mode": "auto", "rules": ALL},
+    **{
+        f"auto, {n}": {"mesh": {"x": n}, "mode": "auto", "rules": dict.fromkeys(ALL, "x")}
+        for n in (2, 4)
+    },
+    "auto, 2D": {"mesh": XY, "mode": "auto", "rules": WIDE},
+    "auto, 2D, 4": {"mesh": FOUR, "mode": "auto", "rules": WIDE},
+    "auto, by path": {
+        "mesh": XY,
+        "mode": "auto",
+        "rules": {"kv_heads": "y", "vocab": "x"},
+        "params": {"layers/.*/down": [None, ["x", "y"]]},
+    },
 }
 
 
@@ -41,7 +59,8 @@ def test_a_step_is_one_graph_with_its_kv_in_place(name: str, bucket: Bucket) -> 
     sharding = Sharding.of(SPECS[name])
     mesh = mesh_of(sharding, aot.h200(sharding.n_devices))
     rules = ShardRules.of_sharding(sharding, mesh.shape)
-    arch, n_pages = resized(ARCHS[NAME], L=2), 1024 * sharding.n_devices
+    K = 2 if name == REPEATED else 8
+    arch, n_pages = resized(ARCHS[NAME], L=2, K=K), 1024 * sharding.n_devices
     model = dataclasses.replace(step_model(arch, n_pages=n_pages), mesh=mesh, rules=rules)
     report = compile_step(model, bucket)
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
@@ -55,5 +74,7 @@ def test_a_step_is_one_graph_with_its_kv_in_place(name: str, bucket: Bucket) -> 
         assert not re.search(r"\[(?:2,)?\d+,4096\]\S* all-gather", report.hlo), (
             "a matrix is gathered"
         )
+    if sharding.residual == "split" and bucket.F:
+        assert len(re.findall(r" reduce-scatter(?:-start)?\(", report.hlo)) > 0
     if sharding.logits == "split":
         assert not re.search(rf"\[\d+,{arch.V}\]\S* all-gather", report.hlo)

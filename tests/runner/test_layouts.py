@@ -64,7 +64,9 @@ SPECS: dict[str, dict[str, Any]] = {
 QUICK = ("2D, split logits", "2D, width, split residual")
 
 
-def runner(spec: dict[str, Any], buckets: tuple[Bucket, ...] = SMALL[1:], **options: Any) -> Any:
+def runner(
+    spec: dict[str, Any] | str, buckets: tuple[Bucket, ...] = SMALL[1:], **options: Any
+) -> Any:
     """A runner of the tiny model, whose weights lie as ``spec`` says."""
     sharding = Sharding.of(spec)
     mesh = mesh_of(sharding)

@@ -153,7 +153,8 @@ def test_one_device_has_no_collectives() -> None:
     ("words", "name"),
     [
         ([], "spec"),
-        (["--spec", "tp=x"], "sharding"),
+        (["--spec", "tp=2", "--lengths", "x"], "lengths"),
+        (["--spec", "tp=2", "--lengths", "1000k"], "lengths"),
         (["--spec", "tp=2", "--device", "tpu"], "device"),
         (["--spec", "tp=2", "--sharding", "tp=2"], "sharding"),
     ],
@@ -162,6 +163,69 @@ def test_bad_input_is_one_line_that_names_the_option(words: list[str], name: str
     done = CliRunner().invoke(app, ["bench", "shard", MINI, *words])
     assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
     assert name in (done.output + str(done.exception))
+
+
+UNEVEN = '{"mesh":{"x":3},"rules":{"ffn":"x"}}'
+
+
+def test_a_sharding_that_cannot_be_honoured_is_a_row_that_says_why() -> None:
+    words = [word for spec in ("tp=2", UNEVEN, "tp=x") for word in ("--spec", spec)]
+    done = CliRunner().invoke(app, ["bench", "shard", MINI, *words, "--json"])
+    assert done.exit_code == 1, done.output
+    good, uneven, none = json.loads(done.stdout)["specs"]
+    assert good["refused"] == ""
+    assert len(good["steps"]) == 2
+    assert uneven["refused"].startswith("sharding.rules.ffn: ")
+    assert "steps" not in uneven
+    assert none["refused"].startswith("sharding ")
+    shown = CliRunner().invoke(app, ["bench", "shard", MINI, *words])
+    assert shown.exit_code == 1
+    assert f"{UNEVEN} is refused: sharding.rules.ffn" in shown.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([MINI, "--spec", "dp=9,tp=1", "--live"], "sharding.mesh: 9 devices"),
+        (["llama-3.1-70b", "--spec", "tp=1", "--device", "h100", "--simulate"], "leave no room"),
+    ],
+)
+def test_what_only_a_run_cannot_have_is_in_the_row_beside_its_prices(
+    words: list[str], why: str
+) -> None:
+    load = ["--trace", "rate=9,n=2,prompt=8,output=2", "--json"]
+    done = CliRunner().invoke(app, ["bench", "shard", *words, *load])
+    assert done.exit_code == 1, done.output
+    [row] = json.loads(done.stdout)["specs"]
+    assert why in row["refused"]
+    assert len(row["steps"]) == 2
+    assert not {"live", "simulated"} & {*row}
+
+
+def test_kv_that_fits_beside_the_weights() -> None:
+    """8 kv heads of 64 in 16 layers, bfloat16: 32,768 bytes a token, split where the heads are."""
+    name, config = "llama-3.2-1b", EngineConfig()
+    whole = {"mesh": {"x": 4}, "rules": {"ffn": "x"}}
+    found = {}
+    for spec, token_bytes in (("tp=4", 8192), ("tp=16", 4096), (whole, 32768)):
+        kv = found[str(spec)] = priced(name, spec, "h200", lengths=(2048, 8192)).kv
+        assert kv.token_bytes == token_bytes
+        assert kv.pages is not None
+        page_size = config.on("cuda").cache.page_size
+        held = {n: (kv.pages - 1) // (n // page_size) for n in (2048, 8192)}
+        assert kv.sequences == held
+    assert found["tp=4"].pages == simulation(name, "tp=4", "h200", config).device.n_pages
+    narrow = EngineConfig.of(kv_cache_dtype="fp8_e4m3")
+    assert priced(name, "tp=1", "h200", narrow).kv.token_bytes == 16384
+
+
+def test_kv_where_there_is_no_room_and_where_nobody_says_how_much() -> None:
+    none = priced("llama-3.1-70b", "tp=1", "h100", lengths=(2048,)).kv
+    assert (none.pages, none.sequences) == (0, {2048: 0})
+    unknown = priced(MINI, "tp=2", "cpu").kv
+    assert (unknown.pages, unknown.sequences) == (None, None)
+    said = priced(MINI, "tp=2", "cpu", EngineConfig.of(n_pages=9, page_size=16), lengths=(32,)).kv
+    assert (said.pages, said.sequences) == (9, {32: 4})
 
 
 def test_all_figures_as_json() -> None:

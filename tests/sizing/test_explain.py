@@ -79,7 +79,8 @@ def test_the_collectives_of_mode_auto_are_those_that_xla_made():
     ("given", "field"),
     [
         ({}, "sharding.mesh"),
-        ({"mesh": {"x": 5}, "rules": {"kv_heads": "x"}}, "num_attention_heads"),
+        ({"mesh": {"x": 5}, "rules": {"kv_heads": "x"}}, "sharding.rules.kv_heads"),
+        ({"mesh": {"x": 5}, "rules": {"ffn": "x"}}, "sharding.rules.ffn"),
         ({"mesh": {"x": 2}, "rules": {"embed": "x", "ffn": "x"}}, "sharding.rules.embed"),
     ],
 )

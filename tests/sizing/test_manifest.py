@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from jserve.cli import app
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.sizing.manifest import differences, manifest, read
@@ -70,6 +72,7 @@ def test_what_changes_is_named(plain: dict[str, Any], tmp_path: Path) -> None:
     assert wider == [f"{name}: another program" for name in plain["programs"]]
     found = list(differences(plain, made(tmp_path, tensor_parallel_size=2)))
     assert any("all-reduce float32" in line for line in found)
+    assert not any("another program" in line for line in found)
     fewer = copy.deepcopy(plain)
     name, _ = fewer["programs"].popitem()
     assert list(differences(plain, fewer)) == [f"{name}: gone"]
@@ -78,6 +81,79 @@ def test_what_changes_is_named(plain: dict[str, Any], tmp_path: Path) -> None:
     other["made_by"]["jax"], other["programs"][name]["text"] = "9.9", "0"
     [line] = differences(plain, other)
     assert line.startswith("made_by: ")
+
+
+@pytest.mark.slow
+def test_a_layout_has_its_name_and_its_collectives(tmp_path: Path) -> None:
+    """dp: those of one group. Of mode auto only XLA knows them."""
+    rules = {"kv_heads": "x", "ffn": ["x", "y"], "vocab": ["x", "y"]}
+    by_axes = {"mesh": {"dp": 2, "x": 2, "y": 2}, "rules": rules}
+    found = made(tmp_path, sharding=by_axes)
+    laid = "x=2,y=2 vocab:x+y kv_heads:x ffn:x+y ffn_expert:x+y"
+    assert found["sharding"] == laid
+    sums = {line for p in found["programs"].values() for line in p["collectives"]}
+    assert any(line.endswith("over x") for line in sums)
+    assert any(line.endswith("over x,y") for line in sums)
+    narrow = made(tmp_path, sharding={**by_axes, "sums": "weights"})
+    told = list(differences(found, narrow))
+    assert any(line.startswith("sharding: ") and "sums:weights" in line for line in told)
+    auto = {"mesh": {"x": 2}, "mode": "auto", "rules": {"kv_heads": "x", "embed": "x"}}
+    one = made(tmp_path, sharding=auto)
+    assert one["sharding"].startswith("x=2 kv_heads:x embed:x auto")
+    assert all(not p["collectives"] for p in one["programs"].values())
+
+
+SMALL = [
+    f"--{name.replace('_', '-')}={value}"
+    for name, value in OPTIONS.items()
+    if name != "prompt_logprobs"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_write_and_compare(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+
+    def ran(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [*words])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.output
+        return done.exit_code, done.stdout
+
+    files = [str(tmp_path / name) for name in ("one.json", "two.json")]
+    split = ["--sharding", "tp=2"]
+    for file, more in zip(files, ([], split), strict=True):
+        words = ["compile", str(tmp_path), "--out", file, *SMALL, "--no-prompt-logprobs", *more]
+        code, told = ran(*words)
+        assert (code, file in told) == (0, True)
+        programs = read(Path(file))["programs"].values()
+        assert all(p["flops"] > 0 for p in programs)
+    assert ran("manifest", "diff", files[0], files[0]) == (0, "")
+    code, told = ran("manifest", "diff", *files)
+    assert code == 1
+    assert 'sharding: "tp=1" -> "tp=2 vocab:tp' in told
+    assert "all-reduce float32" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["compile", "MODEL", "--sharding", "tp=16"], "sharding.mesh"),
+        (
+            ["compile", "MODEL", "--sharding", '{"mesh":{"x":3},"rules":{"ffn":"x"}}'],
+            "sharding.rules.ffn",
+        ),
+        (["manifest", "diff", "nothing.json", "nothing.json"], "nothing.json"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why(
+    words: list[str], name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    places = {"MODEL": str(tmp_path)}
+    done = CliRunner().invoke(app, [places.get(word, word) for word in words])
+    assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
+    assert name in done.output + str(done.exception)
 
 
 @pytest.mark.slow

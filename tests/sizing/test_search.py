@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from jserve import explain_sharding
 from jserve.cli import app
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
@@ -16,7 +18,8 @@ from jserve.sharding import Sharding
 from jserve.sim.report import Slo
 from jserve.sim.study import load_trace
 from jserve.sizing.models import find
-from jserve.sizing.search import Found, layouts, search
+from jserve.sizing.search import Found, TriedLayout, layouts, search
+from jserve.sizing.show_search import as_spec, command
 
 
 def searched(
@@ -77,6 +80,7 @@ def test_a_model_that_does_not_fit_on_one_says_so() -> None:
         ({"n": 0}, "devices"),
         ({"n": 65}, "devices"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"sharding": "tp=2"}, "sharding"),
         ({"name": "nothing-of-the-kind"}, "model"),
         ({"load": "rate=x"}, None),
     ],
@@ -104,5 +108,48 @@ def test_the_winner_is_a_file_that_serves(tmp_path: Path) -> None:
     assert Sharding.of(out) == found.sharding
     assert yaml.safe_load(out.read_text())["mesh"]["tp"] == found.tp
     assert f"--sharding {found.sharding}" in done.output
+    assert explain_sharding("llama-3.1-8b", out).sharding == found.sharding
     none = CliRunner().invoke(app, [*words, "--slo-tpot-ms", "0.5", "--json"])
     assert none.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "replicas", "sharding", "processes"),
+    [
+        (1, 1, 1, "tp=1", 1),
+        (2, 1, 4, "dp=4,tp=2", 1),
+        (2, 2, 2, "dp=2,ep=2,tp=2", 1),
+        (2, 1, 8, "dp=4,tp=2", 2),
+        (16, 1, 2, "tp=16", 2),
+    ],
+)
+def test_engines_of_one_machine_are_groups_of_one_sharding(
+    tp: int, ep: int, replicas: int, sharding: str, processes: int, tmp_path: Path
+) -> None:
+    made, out = TriedLayout(tp=tp, ep=ep, replicas=replicas), tmp_path / "a.yaml"
+    assert made.sharding == Sharding.of(sharding)
+    assert made.sharding.n_devices * processes == made.devices
+    more = f" --replicas {processes}" if processes > 1 else ""
+    assert command(made) == f"jserve serve MODEL --sharding {sharding}{more}"
+    out.write_text(as_spec(made))
+    explained = explain_sharding("qwen3-30b-a3b", out)
+    assert explained.sharding == made.sharding == Sharding.of(out)
+
+
+def test_a_load_that_wants_engines_rather_than_parts_gets_groups() -> None:
+    """Of a model so small that its collectives take longer than its weights."""
+    mini, load = "checkpoints/jserve-mini", "rate=20000,n=400,prompt=512,output=16"
+    found = searched(mini, load=load, n=4, ttft_ms=1.5, tpot_ms=5.0).winner
+    assert found is not None
+    assert found.sharding.dp == found.replicas > 1
+    assert found.sharding.n_devices == found.devices
+
+
+@pytest.mark.slow
+def test_a_search_of_eight_devices_is_quick() -> None:
+    """That of the page, in a process that has jax loaded; of processor time, so that others count little."""
+    began = time.process_time()
+    load = "rate=40,n=200,prompt=512,output=128"
+    found = searched(load=load, n=8, ttft_ms=60.0, tpot_ms=12.0)
+    assert found.winner is not None
+    assert time.process_time() - began < 10.0

@@ -93,6 +93,7 @@ def test_sharded_equals_one_device(runner, tp: int) -> None:
 
 
 XY = {"x": 2, "y": 2}
+BOTH = {"kv_heads": ["x", "y"], "ffn": ["x", "y"], "vocab": ["x", "y"]}
 SHARDINGS = {
     "heads on x, ffn on y": {"mesh": XY, "rules": {"kv_heads": "x", "ffn": "y", "vocab": "y"}},
     "both axes": {"mesh": XY, "rules": {key: ["y", "x"] for key in ("kv_heads", "ffn", "vocab")}},
@@ -101,6 +102,15 @@ SHARDINGS = {
         "rules": {"kv_heads": ["x", "y"], "ffn": "y"},
     },
     "vocabulary alone": {"mesh": {"x": 4}, "rules": {"vocab": "x"}},
+    "split logits": {"mesh": XY, "rules": BOTH, "logits": "split"},
+    "split residual": {"mesh": XY, "rules": BOTH, "residual": "split"},
+    "sums of weights": {"mesh": XY, "rules": BOTH, "sums": "weights"},
+    "all three": {
+        "mesh": {"tp": 4},
+        "logits": "split",
+        "residual": "split",
+        "sums": "weights",
+    },
     "auto": {"mesh": XY, "mode": "auto", "rules": {"kv_heads": "x", "ffn": ["x", "y"]}},
     "auto, 2D": {
         "mesh": XY,

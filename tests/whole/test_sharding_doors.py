@@ -1,0 +1,103 @@
+"""A sharding by each of its doors: a program's own mesh, the environment, a server's file. Tokens are one device's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+from jax.sharding import AxisType, Mesh
+from typer.testing import CliRunner
+
+from jserve import LLM, SamplingParams, Sharding, build
+from jserve.cli import app
+from jserve.errors import ConfigError
+from tests.whole.conftest import SMALL_OPTIONS
+from tests.whole.test_serve import Server, client
+
+OPTIONS = {**SMALL_OPTIONS, "structured_outputs": False}
+RULES = {"kv_heads": ["rows", "columns"], "ffn": "columns", "vocab": "rows"}
+PROMPTS = [[5, 7, 9], [11] * 20]
+PARAMS = [SamplingParams(max_tokens=6, temperature=float(i), seed=i) for i in range(2)]
+
+
+def mesh(*names: str) -> Mesh:
+    """Of devices that are not the first ones."""
+    types = (AxisType.Auto,) * len(names)
+    return jax.make_mesh((2, 2), names, axis_types=types, devices=jax.devices()[4:8])
+
+
+def drawn(model: Path, **options: Any) -> tuple[list[Any], set[int]]:
+    """Tokens of each prompt, and the devices that hold weights."""
+    llm = LLM(str(model), **OPTIONS, **options)
+    try:
+        found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        [engine] = build.each_of(llm._engine)
+        leaves = jax.tree.leaves(engine.runner.params)  # type: ignore[attr-defined]
+        return [o.outputs[0].token_ids for o in found], {d.id for x in leaves for d in x.devices()}
+    finally:
+        llm.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_mesh_of_the_programs_own_with_axes_of_any_names(tiny_dir: Path) -> None:
+    want, one = drawn(tiny_dir)
+    assert len(one) == 1
+    for sharding in ({"rules": RULES}, Sharding.of({"rules": RULES, "mode": "auto"})):
+        got, devices = drawn(tiny_dir, mesh=mesh("rows", "columns"), sharding=sharding)
+        assert got == want
+        assert devices == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "field"),
+    [
+        ({"rules": {"kv_heads": "tensor"}}, "sharding.rules.kv_heads"),
+        ({"rules": {"kv_heads": "rows"}}, "sharding.mesh.columns"),
+        ({"mesh": {"rows": 4}, "rules": {"kv_heads": "rows"}}, "sharding.mesh"),
+        ({"rules": {**RULES, "experts": "rows"}}, "sharding.rules.experts"),
+    ],
+)
+def test_a_mesh_that_does_not_go_with_the_sharding_is_refused(
+    tiny_dir: Path, sharding: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(tiny_dir), **OPTIONS, mesh=mesh("rows", "columns"), sharding=sharding)
+    assert caught.value.field == field
+
+
+def test_the_environment_names_one(tiny_dir: Path, tmp_path: Path) -> None:
+    """A flag comes before it."""
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml.safe_dump({"mesh": {"x": 2}, "rules": {"ffn": "x"}}))
+    words = ["plan", str(tiny_dir / "config.json"), "--json"]
+    for more, name in (([], "x"), (["--sharding", "tp=2"], "tp")):
+        done = CliRunner().invoke(app, [*words, *more], env={"JSERVE_SHARDING": str(file)})
+        assert done.exit_code == 0, done.output
+        weights = {w["path"]: w["partition"] for w in json.loads(done.stdout)["weights"]}
+        assert weights["layers/0/down"] == [None, name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_serves_a_file(tiny_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    spec = {"mesh": {"rows": 2, "columns": 2}, "rules": RULES, "logits": "split"}
+    file.write_text(yaml.safe_dump(spec))
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    texts = []
+    for more in ({}, {"sharding": file}):
+        server = Server(tiny_dir, tmp_path / "log", **{**OPTIONS, "compile_cache": cache}, **more)
+        try:
+            asked = {"model": "tiny-llama", "prompt": "the quick", "max_tokens": 12}
+            made = client(server).completions.create(**asked, temperature=1.0, seed=3)
+            texts.append(made.choices[0].text)
+            assert ("rows=2,columns=2" in server.banner) == bool(more), server.banner
+        finally:
+            assert server.stop() == 0
+    assert texts[0] == texts[1] != ""
