@@ -103,5 +103,5 @@ def test_step_times_of_another_layout_are_refused(tmp_path: Path) -> None:
     )
     write(table, tmp_path / "t.json")
     assert step_times(tmp_path / "t.json", facts["two"], buckets) == steps
-    with pytest.raises(ConfigError, match="sharding is 'tp=2 .* sums:weights' here"):
+    with pytest.raises(ConfigError, match=r"sharding is 'tp=2 .* sums:weights' here"):
         step_times(tmp_path / "t.json", facts["sums"], buckets)
