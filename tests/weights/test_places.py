@@ -170,20 +170,26 @@ CONTESTED = {"mesh": {"x": 2, "y": 2}, "mode": "auto"}
 
 
 @pytest.mark.parametrize(
-    ("rules", "embed", "gate_up"),
+    ("rules", "embed", "gate_up", "down"),
     [
-        ({"vocab": "x", "embed": "x", "ffn": "y"}, ("x", None), (None, "y", "x")),
-        ({"ffn": ["x", "y"], "embed": "x"}, (None, "x"), (None, ("x", "y"), None)),
-        ({"embed": "y", "vocab": "x", "kv_heads": "y"}, ("x", "y"), (None, None, "y")),
+        ({"vocab": "x", "embed": "x", "ffn": "y"}, ("x", None), (None, "y", "x"), ("x", "y")),
+        (
+            {"ffn": ["x", "y"], "embed": "x"},
+            (None, "x"),
+            (None, ("x", "y"), None),
+            (None, ("x", "y")),
+        ),
+        ({"embed": "y", "vocab": "x", "kv_heads": "y"}, ("x", "y"), (None, None, "y"), ("y", None)),
     ],
 )
 def test_of_two_rules_for_one_mesh_axis_the_earlier_one_has_it(
-    rules: dict[str, Any], embed: Any, gate_up: Any, tmp_path: Path
+    rules: dict[str, Any], embed: Any, gate_up: Any, down: Any, tmp_path: Path
 ) -> None:
     sharding = Sharding.of({**CONTESTED, "rules": rules})
     params, *_ = placed(DENSE, model(tmp_path, DENSE), sharding)
-    found = (params["embed"], params["layers"][0]["gate_up"])
-    assert [tuple(x.sharding.spec) for x in found] == [embed, gate_up]
+    layer = params["layers"][0]
+    found = (params["embed"], layer["gate_up"], layer["down"])
+    assert [tuple(x.sharding.spec) for x in found] == [embed, gate_up, down]
 
 
 def test_the_order_of_rules_is_part_of_a_layouts_name_where_it_counts() -> None:
