@@ -36,7 +36,7 @@ def by_row(view: StepView, x_E: jax.Array, fill: Any) -> jax.Array:
 
 def draws_of(view: StepView) -> Draws:
     """The sampling values of each of the E tokens that are drawn."""
-    place_E = _n_drafts(view)
+    place_E = n_drafts(view)
     last_R = jnp.where(jnp.arange(view.D + view.F) < view.D, 0, view.count_R - 1)
     rows = {c.name.replace("_R", "_E"): per_draw(view, getattr(view, c.name)) for c in SAMPLING}
     slot_R = jnp.where(view.count_R > 0, view.slot_R, 0)
@@ -46,7 +46,7 @@ def draws_of(view: StepView) -> Draws:
     return Draws(
         slot_E=per_draw(view, slot_R),
         pos_E=per_draw(view, view.start_R + last_R) + place_E + 1,
-        prefix_EJ=prefixes(view),
+        prefix_EJ=prefixes(view, place_E),
         n_prefix_E=place_E,
         mask_EW=mask_EW,
         redraw_E=redraw_E,
@@ -65,8 +65,12 @@ def _drawn(view: StepView, x_RJ: jax.Array) -> jax.Array:
     return jnp.concatenate([decode, x_RJ[view.D :, 0]])
 
 
-def prefixes(view: StepView) -> jax.Array:
-    """int32[E, J - 1]: the drafts between a row's known tokens and each draw, oldest first, NONE beyond them."""
+def prefixes(view: StepView, place_E: jax.Array) -> jax.Array:
+    """int32[E, J - 1]: the drafts between a row's known tokens and each draw, oldest first, NONE beyond them.
+
+    Args:
+        place_E: ``n_drafts(view)``.
+    """
     if view.tree is not None:
         return _prefixes_in_tree(view)
     D, J = view.D, view.J
@@ -74,11 +78,11 @@ def prefixes(view: StepView) -> jax.Array:
     draft_EJ = jnp.concatenate(
         [jnp.repeat(draft_DJ, J, axis=0), jnp.full((view.F, J - 1), NONE, jnp.int32)]
     )
-    before = jnp.arange(J - 1, dtype=jnp.int32) < _n_drafts(view)[:, None]
+    before = jnp.arange(J - 1, dtype=jnp.int32) < place_E[:, None]
     return jnp.where(before, draft_EJ, NONE)
 
 
-def _n_drafts(view: StepView) -> jax.Array:
+def n_drafts(view: StepView) -> jax.Array:
     """int32[E]: drafts before each draw."""
     place_DJ = jnp.arange(view.J, dtype=jnp.int32) if view.tree is None else view.tree.depth_DX
     place_n = jnp.broadcast_to(place_DJ, (view.D, view.J)).reshape(-1)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.draws import per_draw, prefixes
+from jserve.model.draws import n_drafts, per_draw, prefixes
 from jserve.model.feature import SlotArray, StepFeature
 from jserve.model.slots import NONE
 from jserve.model.view import StepView, state_name
@@ -30,7 +30,7 @@ LOAD_SIZE = _HEAD + TOKENS
 def at_draws(view: StepView, name: str, of: SlotArray) -> jax.Array:
     """[E, ...]: what slots hold for the feature ``name``, behind all tokens before each draw, drafts included."""
     x_E = per_draw(view, view.extra[state_name(name)])
-    for token_E in prefixes(view).T:
+    for token_E in prefixes(view, n_drafts(view)).T:
         next_E = jax.vmap(of.after)(x_E, jnp.maximum(token_E, 0))
         x_E = _where(token_E != NONE, next_E, x_E)
     return x_E

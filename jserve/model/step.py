@@ -506,12 +506,12 @@ def _pack(
     valid_RJ = jnp.arange(view.J) < jnp.maximum(n_ok_R, 1)[:, None]
     # Also of a row that draws nothing: its pages are shared as soon as they are known to be sound.
     finite_R = jnp.all(ok_RJ | ~valid_RJ, axis=1) | (view.count_R == 0)
+    bits_RJ = jax.lax.bitcast_convert_type(by_row(view, chosen.logprob_E, 0.0), jnp.int32)
     code_R = finite_R.astype(jnp.int32)
     if fault_E is not None:
         first_R1 = jnp.argmax(~ok_RJ & valid_RJ, axis=1)[:, None]
         of_RJ = by_row(view, fault_E, 0)
         code_R = jnp.where(finite_R, 1, jnp.take_along_axis(of_RJ, first_R1, axis=1)[:, 0])
-    bits_RJ = jax.lax.bitcast_convert_type(by_row(view, chosen.logprob_E, 0.0), jnp.int32)
     head_R2 = jnp.stack([n_ok_R, code_R], axis=1)
     return StepOut(
         packed_RX=jnp.concatenate([head_R2, outcome.token_RJ, bits_RJ], axis=1),

@@ -81,11 +81,24 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
                     add_delta(mine.setdefault("message", {}), value)
                 elif name in ("text", "logprobs", "token_ids"):
                     mine[name] = grown(mine.get(name), value)
+                elif name == "weight_versions":
+                    mine[name] = joined(mine.get(name, []), value)
                 elif value is not None or name not in mine:
                     mine[name] = value
         rest = {k: v for k, v in event.items() if k not in ("choices", *PASSING)}
         answer |= {k: v for k, v in rest.items() if v is not None or k not in answer}
     return answer | {"choices": [choices[i] for i in sorted(choices)]}
+
+
+def joined(spans: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Spans of one version after the other as one."""
+    spans = [*spans]
+    for span in more:
+        if spans and spans[-1]["version"] == span["version"]:
+            assert spans[-1]["end"] == span["start"]
+            span = spans.pop() | {"end": span["end"]}
+        spans.append(span)
+    return spans
 
 
 def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:

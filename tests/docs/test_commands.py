@@ -117,7 +117,7 @@ def test_programs_are_listed_and_a_journal_is_computed_again(
     tiny_dir: Path, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128}
+    small: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128}
     with LLM(str(tiny_dir), journal="run.journal", load_format="dummy", **small) as llm:
         llm.generate(["the fox", "a dog"], SamplingParams(max_tokens=8, logprobs=1))
     for param in of("jserve"):
