@@ -141,7 +141,7 @@ def _arrays(given: dict[str, Any], specs: Any) -> dict[str, Any]:
         if not isinstance(leaf, QTensor):
             found[name] = leaf
             continue
-        if spec is not None:
+        if isinstance(spec, QTensor):
             _check_form(name, leaf.form, spec.form)
         found |= {f"{name}.{part}": x for part, x in leaf.arrays().items()}
     return found
