@@ -84,6 +84,7 @@ SMALL = {
 """What makes the shipped model's config.json one of a model that compiles quickly."""
 EVERYTHING = {
     "load_format": "dummy",
+    "quantization": "int8",
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
     "max_model_len": 128,
