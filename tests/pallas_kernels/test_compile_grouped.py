@@ -124,6 +124,7 @@ def expert_bytes(report: aot.Report, layers: int = 1) -> tuple[int, int]:
     return sum(read.values()), sum(report.module.size(n) for n in read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "llama-4-scout"])
 def test_experts_beside_dense_attention(name: str) -> None:
     """Latents, and chunks of attention, which the attention kernels lack: experts by their own."""
