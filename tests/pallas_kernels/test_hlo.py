@@ -102,6 +102,11 @@ def test_readers() -> None:
     assert Module(again).reads("params") == {"params['embed']": 1, "params['w']": 2}
 
 
+def test_bytes_of_parameters() -> None:
+    """Of the embedding the rows that are picked, and all of it where it is multiplied; views count once."""
+    assert Module(TEXT).bytes_read("params") == {"params['embed']": ROWS + W, "params['w']": W}
+
+
 @pytest.mark.parametrize(
     ("line", "size"),
     [
