@@ -84,8 +84,7 @@ class ModelOptions:
     )
     quantization: str = opt(
         "auto",
-        "of weights: fp8, int8, int8-weight-only and int4 quantise on load; auto: as the checkpoint has them; none:"
-        " widened to dtype; a format: as auto, and refused of other checkpoints",
+        "of weights: a form made on load; auto, or a format: the checkpoint's; none: widened",
         choices=(
             *("auto", "none", "fp8", "int8", "int8-weight-only", "int4"),
             *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf"),

@@ -123,8 +123,8 @@ def test_logits_stay_near_those_of_transformers(architecture: str, attn: str) ->
     eight = Driver(family, arch, tensors.__getitem__, attn=attn, kv_dtype=E4M3)
     assert agreement(made, exact)[0] < 2e-4
     moved, same = agreement(made, eight)
-    assert 1e-3 < moved < 0.1
-    assert same > 0.8
+    assert 1e-3 < moved < 0.2
+    assert same > 0.7
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_scales_of_a_checkpoint_keep_large_values_in_range(tp: int) -> None:
     without = family.arch(config)
     options: Any = {"attn": "xla", "tp": tp, "kv_dtype": E4M3}
     moved, _ = agreement(made, Driver(family, scaled, large.__getitem__, **options))
-    assert moved < 0.1
+    assert moved < 0.2
     moved, _ = agreement(made, Driver(family, without, large.__getitem__, **options))
     assert moved > 0.3
     options["kv_dtype"] = jnp.float32

@@ -73,6 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Cohere2ForCausalLM"],
         "model_type": "cohere2",
         "layer_norm_eps": 1e-5,
+        "rms_norm_eps": None,
         "sliding_window": 8,
         "logit_scale": 0.25,
         "tie_word_embeddings": True,
