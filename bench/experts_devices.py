@@ -29,9 +29,10 @@ from bench.probe import record
 from jserve.model import native
 from jserve.model.arch import Moe
 from jserve.model.collectives import reduce
+from jserve.model.mesh import make_mesh
 from jserve.model.moe import routed
 from jserve.model.moe_places import Placement, slots_of
-from jserve.model.shard import Axes, ShardRules, make_mesh
+from jserve.model.shard import Axes, ShardRules
 from jserve.runner import eplb
 
 N = 4

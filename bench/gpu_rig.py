@@ -24,7 +24,8 @@ from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
 from jserve.runner.programs import compile_options

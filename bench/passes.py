@@ -23,8 +23,9 @@ from bench.candidates.sample_threshold import sample_threshold
 from jserve.errors import ConfigError
 from jserve.model.arch import resized
 from jserve.model.attention import backend
+from jserve.model.mesh import make_mesh
 from jserve.model.sample import threshold
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.step import StepModel
 from jserve.model.view import Bucket, StepDims
 from jserve.sim.roofline import CHIPS

@@ -25,7 +25,8 @@ from jserve.model.hf_keys import every_key
 from jserve.model.hf_rope import rope
 from jserve.model.hf_values import boolean, integer, number, refuse
 from jserve.model.layers import Params, attend_normed, embed, unembed
-from jserve.model.shard import Axes, ParamSpec, Part
+from jserve.model.param_spec import ParamSpec, Part
+from jserve.model.shard import Axes
 
 
 @every_key

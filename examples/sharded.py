@@ -15,7 +15,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 import jax
 
 from jserve.model.hand import Row, pack, step_model
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.step import make_step
 from jserve.model.view import Bucket
 from jserve.runner.state import new_state

@@ -27,10 +27,12 @@ from jserve.model.attn_train import BLOCK, train
 from jserve.model.ctx import Ctx, Edit
 from jserve.model.families import family_for
 from jserve.model.family import Family
+from jserve.model.mesh import make_mesh
 from jserve.model.norms import normed
+from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.model.points import POST, PRE, between_layers, matching
 from jserve.model.rope import for_context
-from jserve.model.shard import Axes, ParamSpec, ShardRules, is_spec, make_mesh, shardings
+from jserve.model.shard import Axes, ShardRules, shardings
 from jserve.model.view import SAMPLING, StepView
 from jserve.weights.hf import read_config
 from jserve.weights.loader import load

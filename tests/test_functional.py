@@ -13,8 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jserve import functional
 from jserve.errors import ConfigError
+from jserve.model.mesh import make_mesh
 from jserve.model.points import in_layer
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import ShardRules
 from tests.model import hf
 from tests.model.assembly import assemble_all
 from tests.model.test_parity import CASES

@@ -14,7 +14,7 @@ from jserve.kv_layout import KVLayer, KVLayout, Reach, Span, chosen_groups, grou
 from jserve.model.arch import resized
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.model.step import StepModel
 from jserve.model.view import StepDims
 from jserve.speculation.drafters.draft_model import draft_model

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jserve.model.attention import OVER_HEADS, AttendArgs, AttentionBackend, LayerKV
-from jserve.model.shard import MeshAxis
+from jserve.model.mesh import MeshAxis
 from jserve.model.view import StepView
 
 WHOLE = PartitionSpec()

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model.shard import MeshAxis
+from jserve.model.mesh import MeshAxis
 
 
 def reduce(y: jax.Array, axis: MeshAxis, exchanged: Any = jnp.float32) -> jax.Array:

@@ -17,9 +17,10 @@ from jax.tree_util import register_dataclass
 from jserve.model.arch import Arch, DecoderLayer
 from jserve.model.attention import AttentionBackend
 from jserve.model.collectives import gather, own_columns, own_rows, reduce, reduce_scatter
+from jserve.model.mesh import MeshAxis
 from jserve.model.moe_places import Placement
 from jserve.model.rope import rope_tables, rotate
-from jserve.model.shard import Axes, MeshAxis
+from jserve.model.shard import Axes
 from jserve.model.view import StepView
 
 Tables = tuple[jax.Array, jax.Array]

@@ -36,6 +36,7 @@ from jserve.model.layers import (
 from jserve.model.moe_places import Placement
 from jserve.model.moe_specs import MoeNames, routed_specs
 from jserve.model.norms import normed
+from jserve.model.param_spec import ParamSpec, Part
 from jserve.model.points import (
     ATTN_OUT,
     EMBED,
@@ -47,7 +48,7 @@ from jserve.model.points import (
     in_layer,
     inside,
 )
-from jserve.model.shard import Axes, ParamSpec, Part
+from jserve.model.shard import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,10 @@ from jserve.model.attention import DecodeKernels, LayerKV, Projected
 from jserve.model.collectives import reduce
 from jserve.model.ctx import Ctx
 from jserve.model.layers import gated
+from jserve.model.mesh import MeshAxis
 from jserve.model.norms import rms_norm
 from jserve.model.points import EMBED, NORMALIZED, POST, PRE, in_layer, inside
 from jserve.model.quant import QTensor
-from jserve.model.shard import MeshAxis
 
 TILE = 64
 """Outputs that one block of a product computes, by XLA's choice for few rows."""

@@ -18,7 +18,8 @@ from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, backend
 from jserve.model.families import family_for
 from jserve.model.family import Family
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.step import StepModel
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, numpy_views
 

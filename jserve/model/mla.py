@@ -26,7 +26,7 @@ from jserve.model.attention import LatentArgs, LayerKV
 from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.norms import rms_norm
-from jserve.model.shard import ParamSpec, Part
+from jserve.model.param_spec import ParamSpec, Part
 
 EPS = 1e-6
 """Of the norms of both vectors, whatever config.json says of others."""

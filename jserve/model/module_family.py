@@ -20,7 +20,8 @@ from jserve.model.attention import AttendArgs, LayerKV
 from jserve.model.collectives import gather, n_shards, shard_index
 from jserve.model.ctx import Ctx
 from jserve.model.family import Family
-from jserve.model.shard import Axes, ParamSpec
+from jserve.model.param_spec import ParamSpec
+from jserve.model.shard import Axes
 
 
 class Attend(Protocol):

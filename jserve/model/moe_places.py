@@ -22,7 +22,7 @@ from jax.tree_util import register_dataclass
 
 from jserve.model.arch import Arch, Moe
 from jserve.model.collectives import reduce, shard_index
-from jserve.model.shard import MeshAxis
+from jserve.model.mesh import MeshAxis
 
 _SPREAD = 0x9E3779B1
 """Neighbouring positions times this differ in their upper bits."""

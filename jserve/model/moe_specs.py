@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch, Moe
-from jserve.model.shard import ExpertSizes, ParamSpec, Part, ShardRules, rule
+from jserve.model.param_spec import ExpertSizes, ParamSpec, Part
+from jserve.model.shard import ShardRules, rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

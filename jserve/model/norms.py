@@ -8,7 +8,7 @@ from jax import lax
 
 from jserve.model.arch import Norm
 from jserve.model.collectives import n_shards, reduce
-from jserve.model.shard import MeshAxis
+from jserve.model.mesh import MeshAxis
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: MeshAxis = None) -> jax.Array:

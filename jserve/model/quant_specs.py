@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from jserve.model.arch import Arch
 from jserve.model.family import Family
+from jserve.model.param_spec import ParamSpec, Part, is_spec
 from jserve.model.quant import HALF_BYTES, KINDS, PACKED, WIDE, Form, QTensor
-from jserve.model.shard import ParamSpec, Part, is_spec
 
 FormOf = Callable[[str, int], Form | None]
 """(module of a checkpoint: a tensor without ``.weight``, its inputs) -> its form; None: it is not quantised."""

@@ -1,144 +1,24 @@
-"""A weight is declared once: its shape, its logical axes, where it lies in a checkpoint, how to
-draw it.
+"""The rules that map logical axes of weights to axes of a mesh, and what follows from them.
 
-It owns ``ParamSpec``, the rules that map logical axes to mesh axes, and ``Axes``, which the collectives of a step
-(``jserve.model.collectives``) read. Everything else (abstract trees, shardings, loading, dummy weights) is a
-``tree.map`` over specs; ``jserve.weights`` reads ``Part``s. Idea: jax-llm-examples' ArrayInfo.
+It owns ``ShardRules`` and ``Axes``, which the collectives of a step (``jserve.model.collectives``) read.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jserve.errors import ConfigError
-from jserve.sharding import DP, Sharding
-
-AXIS = "tp"
-"""The tensor-parallel mesh axis."""
-EXPERT_AXIS = "ep"
-"""The expert-parallel mesh axis: whole experts lie on different devices of it."""
-
-MeshAxis = str | tuple[str, ...] | None
-"""Axes of a mesh that one dimension is split over, the first one outermost; None: it is whole on every device."""
-
-
-def n_parts(axis: MeshAxis, sizes: Mapping[str, int]) -> int:
-    """Parts of a dimension split over ``axis`` of a mesh of these axis sizes (``Mesh.shape``)."""
-    return math.prod(sizes[name] for name in _names(axis))
-
-
-def _names(axis: MeshAxis) -> tuple[str, ...]:
-    return () if axis is None else (axis,) if isinstance(axis, str) else axis
-
-
-def _axis_of(names: Sequence[str]) -> MeshAxis:
-    return names[0] if len(names) == 1 else tuple(names) or None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One checkpoint tensor inside a parameter, or some of its rows: reshaped to ``view``, its axis-0 entries
-    repeated ``repeat`` times, then laid along the parameter's ``concat`` axis after the parts before
-    it."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape in the checkpoint; anything else is refused."""
-    view: tuple[int, ...]
-    """As many entries as follow row ``first``, or fewer where other parts read the rest."""
-    repeat: int = 1
-    first: int = 0
-    """Row of the tensor that the part begins with."""
-    cut: tuple[int, ...] = ()
-    """The shape that the whole tensor has before ``order`` and ``within``, which make it ``view``; (): there are
-    neither."""
-    order: tuple[int, ...] = ()
-    """The axes of ``cut``, as they follow each other in ``view``, the first one first; (): as they are."""
-    scales: str = ""
-    """The tensor of the scales, where this one is mxfp4 (``jserve.weights.mxfp4``): then ``shape`` is that of its
-    blocks, ``cut`` that of its numbers, and there is an ``order``."""
-    within: tuple[int, int] | None = None
-    """First and end of the entries along axis 1 that belong to the part; None: all."""
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of the tensor that the part reads."""
-        if self.cut:
-            return self.shape[0]
-        return math.prod(self.view) // math.prod(self.shape[1:])
-
-    def seen(self, tensor: Any) -> Any:
-        """The part's entries of ``tensor`` (shape ``shape``) as ``view``; a view, unless an ``order`` forbids it."""
-        if self.cut:
-            x = tensor.reshape(self.cut)
-            x = x.transpose(self.order) if self.order else x
-            x = x if self.within is None else x[:, self.within[0] : self.within[1]]
-            return x.reshape(self.view)
-        if self.n_rows != self.shape[0]:
-            tensor = tensor[self.first : self.first + self.n_rows]
-        return tensor.reshape(self.view)
-
-    def entry(self, tensor: Any, i: int) -> Any:
-        """``seen(tensor)[i]`` of a part with an ``order``, as a view: ``seen`` would make an array as large as the
-        tensor, of which ``tensor[e]`` is all that is read."""
-        n = self.view[0] // self.cut[0]
-        x = tensor[i // n].reshape(self.cut[1:]).transpose([axis - 1 for axis in self.order[1:]])
-        return x if n == 1 else x[i % n]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertSizes:
-    """The experts of a layer that a parameter has along its first axis."""
-
-    n: int
-    width_key: str
-    """The key of config.json that says how wide one is; errors name it."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnMesh:
-    """A dimension that lies over these mesh axes, whatever the rules say."""
-
-    axis: MeshAxis
-    path: str = ""
-    """The key of ``ShardRules.params`` that says so."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamSpec:
-    """A parameter: concatenation of ``parts`` along ``concat`` (one part: the part itself)."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | OnMesh | None, ...]
-    """Logical axis per dimension, a key of ``ShardRules``, or None; or where it lies."""
-    parts: tuple[Part, ...]
-    concat: int = 0
-    init: float = 0.02
-    """Standard deviation of dummy weights."""
-    init_mean: float = 0.0
-    dtype: Any = None
-    """None: the model's dtype."""
-    positive: bool = False
-    """Values at or below zero in a checkpoint are an error."""
-    pad: int = 0
-    """Entries at the end of ``concat`` that no part fills and nothing reads."""
-    copies: int = 0
-    """Entries at the end of ``concat`` that repeat its first ones: spare slots of experts, as they are before any
-    expert moves."""
-    experts: ExpertSizes | None = None
-    """Of a parameter of experts."""
-    spellings: tuple[tuple[Part, ...], ...] = ()
-    """Other parts that give the same parameter, of checkpoints that lack the first of ``parts`` and have the first of
-    these."""
+from jserve.model.mesh import AXIS, EXPERT_AXIS, MeshAxis, axis_names, mesh_axis, n_parts
+from jserve.model.param_spec import ExpertSizes, OnMesh, ParamSpec, is_spec
+from jserve.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +64,10 @@ class ShardRules:
             rules = cls.of_mesh(sizes, redundant_experts)
         else:
             given = sharding.rules or ()
-            found: dict[str, Any] = {name: _axis_of(axes) for name, axes in given}
+            found: dict[str, Any] = {name: mesh_axis(axes) for name, axes in given}
             own = {name: found.pop(name, None) for name in _RULES}
             rules = cls(**own, extra=found, redundant_experts=redundant_experts)
-        paths = tuple((path, tuple(map(_axis_of, axes))) for path, axes in sharding.params)
+        paths = tuple((path, tuple(map(mesh_axis, axes))) for path, axes in sharding.params)
         is_given = bool(sharding.mesh or sharding.params) or sharding.rules is not None
         return replace(
             rules,
@@ -213,7 +93,7 @@ class ShardRules:
                 raise ConfigError(f"{name} needs an expert_parallel_size above 1", field=name)
             return cls()
         width = AXIS if AXIS in sizes else None
-        both = _axis_of([EXPERT_AXIS, *_names(width)])
+        both = mesh_axis([EXPERT_AXIS, *axis_names(width)])
         extra: dict[str, MeshAxis] = {"ffn_expert": width, "experts": EXPERT_AXIS}
         return cls(
             vocab=both,
@@ -241,9 +121,9 @@ class ShardRules:
             return tuple(found)
         taken: set[str] = set()
         for d in sorted(range(len(axes)), key=lambda d: self._turn(axes[d])):
-            if taken & set(_names(found[d])):
+            if taken & set(axis_names(found[d])):
                 found[d] = None
-            taken |= set(_names(found[d]))
+            taken |= set(axis_names(found[d]))
         return tuple(found)
 
     def _turn(self, name: str | OnMesh | None) -> int:
@@ -276,13 +156,13 @@ class ShardRules:
         Raises:
             ConfigError: the mesh has no such axis; ``field`` is the rule.
         """
-        names = _names(self.axis(name))
+        names = axis_names(self.axis(name))
         lacking = next((axis for axis in names if axis not in sizes), None)
         if lacking is not None:
             field = rule(name)
             why = f"the mesh has no axis {lacking!r}, only {tuple(sizes)}"
             raise ConfigError(f"{field}: {why}", field=field)
-        return _axis_of([axis for axis in names if sizes[axis] > 1])
+        return mesh_axis([axis for axis in names if sizes[axis] > 1])
 
     def sharding(
         self, mesh: Mesh | AbstractMesh, axes: tuple[str | OnMesh | None, ...]
@@ -293,7 +173,7 @@ class ShardRules:
         """These rules on a mesh of these axis sizes, as one line: equal lines are equal sums, in the same order."""
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         laid = [(name, self.split(name, sizes)) for name in self._known]
-        rules = [f"{name}:{'+'.join(_names(axis))}" for name, axis in laid if axis is not None]
+        rules = [f"{name}:{'+'.join(axis_names(axis))}" for name, axis in laid if axis is not None]
         paths = [f"{path}:{axes}" for path, axes in self.params]
         others = ["auto"] * self.auto + [f"sums:{self.sums}"] * (self.sums != "float32")
         others += [f"logits:{self.logits}"] * (self.logits != "gathered")
@@ -304,7 +184,9 @@ class ShardRules:
     def _contested(self) -> Iterator[tuple[str, str]]:
         """Rules that name one mesh axis for two dimensions of a weight, the one that has it first."""
         for a, b in combinations(self.names(), 2):
-            if {a, b} & set(_BESIDE) and set(_names(self.axis(a))) & set(_names(self.axis(b))):
+            if {a, b} & set(_BESIDE) and set(axis_names(self.axis(a))) & set(
+                axis_names(self.axis(b))
+            ):
                 yield a, b
 
     def names(self) -> tuple[str, ...]:
@@ -378,7 +260,7 @@ class Axes:
     @property
     def routed(self) -> MeshAxis:
         """Of the sum over the experts that devices have, and over their widths."""
-        return _axis_of([*_names(self.experts), *_names(self.ffn_expert)])
+        return mesh_axis([*axis_names(self.experts), *axis_names(self.ffn_expert)])
 
     @classmethod
     def of(cls, rules: ShardRules, sizes: Mapping[str, int]) -> Axes:
@@ -410,11 +292,11 @@ class Axes:
                 field = "sharding.residual"
                 why = "split needs a rule that splits kv_heads or ffn"
                 raise ConfigError(f"{field}: {why}", field=field)
-        others = {*_names(axes.heads), *_names(axes.ffn), *_names(axes.vocab)}
-        if both := set(_names(axes.embed)) & others:
+        others = {*axis_names(axes.heads), *axis_names(axes.ffn), *axis_names(axes.vocab)}
+        if both := set(axis_names(axes.embed)) & others:
             why = f"axis {min(both)!r} splits another dimension of the same weights"
             raise ConfigError(f"{rule('embed')}: {why}", field=rule("embed"))
-        if set(_names(axes.experts)) & set(_names(axes.ffn_expert)):
+        if set(axis_names(axes.experts)) & set(axis_names(axes.ffn_expert)):
             why = f"axis {axes.experts!r} splits the width of an expert already"
             raise ConfigError(f"{rule('experts')}: {why}", field=rule("experts"))
         for name, axis in found.items():
@@ -422,22 +304,6 @@ class Axes:
                 why = _WHOLE.get(name, "no collective of a step serves it")
                 raise ConfigError(f"{rule(name)}: {why}; only null is supported", field=rule(name))
         return axes
-
-
-def is_spec(x: Any) -> bool:
-    return isinstance(x, ParamSpec)
-
-
-def spelled(specs: Any, has: Callable[[str], bool]) -> Any:
-    """``specs`` with the parts that a checkpoint has; ``has`` says whether it has a tensor of this name. Where it has
-    none of the spellings the first one stays, for errors to name."""
-
-    def one(spec: ParamSpec) -> ParamSpec:
-        ways = (spec.parts, *spec.spellings)
-        parts = next((p for p in ways if p and has(p[0].name)), spec.parts)
-        return replace(spec, parts=parts, spellings=())
-
-    return jax.tree.map(one, specs, is_leaf=is_spec)
 
 
 def padded(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> Any:
@@ -521,12 +387,6 @@ def _with_slots(
     return replace(spec, shape=(spec.shape[0] + copies, *spec.shape[1:]), copies=copies)
 
 
-def dtype_of(params: Any, specs: Any) -> Any:
-    """The model's dtype: that of the parameters whose spec names none."""
-    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-    return next(x.dtype for x, spec in leaves if spec.dtype is None)
-
-
 def partitions(specs: Any, rules: ShardRules) -> Any:
     """The tree of PartitionSpecs of a tree of ParamSpecs."""
     return jax.tree.map(lambda s: rules.partition(s.axes), specs, is_leaf=is_spec)
@@ -546,72 +406,3 @@ def abstract(specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any) -> Any:
         specs,
         is_leaf=is_spec,
     )
-
-
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of no devices."""
-    types = (AxisType.Auto,) * len(sizes)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-
-
-def mesh_of(sharding: Sharding, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of an engine of a sharding, of the first devices, Auto (shard_map refuses Explicit axes).
-
-    Raises:
-        ConfigError: there are fewer devices.
-    """
-    devices, n = list(jax.devices() if devices is None else devices), sharding.group_size
-    if len(devices) < n:
-        why = f"{n} devices are asked for, and there are {len(devices)}"
-        raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
-    names, sizes = zip(*sharding.mesh, strict=True)
-    types = (AxisType.Auto,) * len(names)
-    return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:n])
-
-
-def group_meshes(sharding: Sharding, mesh: Mesh | None = None) -> list[Mesh]:
-    """A mesh for each group of ``sharding``, of devices that no other group has: those of ``mesh`` along its axis "dp",
-    or the first ones of this process.
-
-    Raises:
-        ConfigError: there are fewer devices, or the axis has another size.
-    """
-    if mesh is None:
-        devices, n = jax.devices(), sharding.group_size
-        if len(devices) < sharding.n_devices:
-            why = f"{sharding.n_devices} devices are asked for, and there are {len(devices)}"
-            raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
-        return [mesh_of(sharding, devices[i * n :]) for i in range(sharding.dp)]
-    n = mesh.shape.get(DP, 1)
-    if sharding.dp not in (1, n):
-        why = f"is {sharding.dp}, the mesh that is given has {n}"
-        raise ConfigError(f"sharding.mesh.dp: {why}", field="sharding.mesh.dp")
-    if n == 1:
-        return [mesh]
-    at = mesh.axis_names.index(DP)
-    names = tuple(name for name in mesh.axis_names if name != DP)
-    if not names:
-        return [make_mesh(1, [device]) for device in mesh.devices.flat]
-    types = (AxisType.Auto,) * len(names)
-    return [Mesh(mesh.devices.take(i, axis=at), names, axis_types=types) for i in range(n)]
-
-
-def make_mesh(tp: int, devices: Sequence[Any] | None = None, ep: int = 1) -> Mesh:
-    """A mesh of the first ``ep * tp`` devices, Auto (shard_map refuses Explicit axes): of one axis, and of another one
-    outside of it where experts lie on different devices.
-
-    Raises:
-        ConfigError: fewer devices than that.
-    """
-    devices = list(jax.devices() if devices is None else devices)
-    if len(devices) < ep * tp:
-        asked = f"tensor_parallel_size {tp}" + (
-            f" times expert_parallel_size {ep}" if ep > 1 else ""
-        )
-        raise ConfigError(
-            f"{asked} exceeds the {len(devices)} devices of this machine",
-            field="expert_parallel_size" if len(devices) >= tp else "tensor_parallel_size",
-        )
-    shape, names = ((ep, tp), (EXPERT_AXIS, AXIS)) if ep > 1 else ((tp,), (AXIS,))
-    types = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(shape, names, axis_types=types, devices=devices[: ep * tp])

@@ -40,19 +40,12 @@ from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family, Pass, check_layout
 from jserve.model.feature_logits import changed, changes, own_tokens
 from jserve.model.feature_states import advanced
+from jserve.model.mesh import MeshAxis, n_parts
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, read_by, written_by
 from jserve.model.sample import Chosen, Draws, logprobs, processed, sample
-from jserve.model.shard import (
-    Axes,
-    MeshAxis,
-    ShardRules,
-    abstract,
-    n_parts,
-    padded,
-    partitions,
-)
+from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
     PENALTY,

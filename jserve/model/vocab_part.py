@@ -18,7 +18,8 @@ from jax import lax
 
 from jserve.model import largest as local
 from jserve.model.collectives import gather, maximum, minimum, reduce, shard_index
-from jserve.model.shard import Axes, MeshAxis
+from jserve.model.mesh import MeshAxis
+from jserve.model.shard import Axes
 
 
 @dataclass(frozen=True, slots=True)

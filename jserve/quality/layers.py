@@ -17,7 +17,8 @@ from jserve.errors import ConfigError
 from jserve.model.dot import dot
 from jserve.model.families import family_for
 from jserve.model.layer_pass import PRODUCTS, check_dense, layer_pass
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights.loader import load_tree
 from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.quant.scheme import Scheme, quantised

@@ -26,7 +26,8 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch, Moe
 from jserve.model.family import Family
 from jserve.model.moe_places import ExpertState, Placement, copied, n_routed
-from jserve.model.shard import ShardRules, abstract, is_spec
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import ShardRules, abstract
 from jserve.model.step import StepModel
 from jserve.runner import eplb
 from jserve.runner.compiler import Compiler

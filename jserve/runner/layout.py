@@ -12,7 +12,8 @@ import jax
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.attention import KERNELS
-from jserve.model.shard import ShardRules, group_meshes, make_mesh, mesh_of
+from jserve.model.mesh import group_meshes, make_mesh, mesh_of
+from jserve.model.shard import ShardRules
 from jserve.sharding import Sharding
 
 

@@ -29,7 +29,8 @@ from jserve.model.arch import Arch
 from jserve.model.dot import paths
 from jserve.model.family import Family
 from jserve.model.native import chosen
-from jserve.model.shard import ShardRules, dtype_of
+from jserve.model.param_spec import dtype_of
+from jserve.model.shard import ShardRules
 from jserve.model.slots import SlotState, load_buffers, picks_buffer, text_buffers
 from jserve.model.step import DeviceState, StepOut
 from jserve.model.view import Bucket, numpy_views

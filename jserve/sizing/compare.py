@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.arch import with_kv_forms
-from jserve.model.shard import ShardRules, n_parts
+from jserve.model.mesh import n_parts
+from jserve.model.shard import ShardRules
 from jserve.model.view import StepDims
 from jserve.runner.sizes import kv_dtype, page_demand
 from jserve.sharding import Sharding

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.attention import backend
-from jserve.model.shard import ShardRules, make_mesh, mesh_of
+from jserve.model.mesh import make_mesh, mesh_of
+from jserve.model.shard import ShardRules
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
 from jserve.runner.layout import partitionable

@@ -22,16 +22,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jserve.errors import ConfigError
 from jserve.model.hand import step_model_of
+from jserve.model.mesh import MeshAxis, abstract_mesh, mesh_of, n_parts
 from jserve.model.moe_specs import check_has_experts
-from jserve.model.shard import (
-    MeshAxis,
-    ParamSpec,
-    ShardRules,
-    abstract_mesh,
-    is_spec,
-    mesh_of,
-    n_parts,
-)
+from jserve.model.param_spec import ParamSpec, is_spec
+from jserve.model.shard import ShardRules
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, buffer_size
 from jserve.sharding import Sharding

@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model import decoder
+from jserve.model.mesh import abstract_mesh
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.native import chosen
-from jserve.model.shard import ShardRules, abstract_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.runner.experts import check_experts
 from jserve.runner.layout import partitionable

@@ -24,16 +24,11 @@ from jserve.model.arch import Arch
 from jserve.model.dot import paths
 from jserve.model.families import family_for
 from jserve.model.family import Family
+from jserve.model.mesh import AXIS, n_parts
+from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.model.quant import bytes_by_form
 from jserve.model.rope import for_context
-from jserve.model.shard import (
-    AXIS,
-    ParamSpec,
-    ShardRules,
-    is_spec,
-    n_parts,
-    padded,
-)
+from jserve.model.shard import ShardRules, padded
 from jserve.shapes import SHAPES
 from jserve.sim.costs import SimulatedModel
 from jserve.weights import hf

@@ -25,7 +25,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model import draft_tree as trees
 from jserve.model.draft_tree import TreeShape
-from jserve.model.shard import is_spec
+from jserve.model.param_spec import is_spec
 from jserve.sim.roofline import Roofline, Work
 from jserve.sizing.models import Model, device_bytes, source_of
 from jserve.speculation.drafters.drafter import Drafter

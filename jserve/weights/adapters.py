@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.shard import ParamSpec
+from jserve.model.param_spec import ParamSpec
 from jserve.weights.handed import from_names
 from jserve.weights.hf import read_json
 from jserve.weights.place import named

@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jserve.errors import WeightsError
+from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.model.quant import Form, QTensor
-from jserve.model.shard import ParamSpec, ShardRules, is_spec
+from jserve.model.shard import ShardRules
 from jserve.weights.layout import relayout
 from jserve.weights.place import matrices, named, sharding_of
 

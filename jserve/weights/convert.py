@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights import orbax
 from jserve.weights.hf import dtype_name
 from jserve.weights.loader import load

@@ -27,7 +27,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jserve.model.shard import ParamSpec, Part, ShardRules, is_spec
+from jserve.model.param_spec import ParamSpec, Part, is_spec
+from jserve.model.shard import ShardRules
 from jserve.weights.layout import laid
 
 _SIGMA = math.sqrt(4 * (256**2 - 1) / 12)

@@ -21,8 +21,8 @@ import numpy as np
 from jserve.errors import WeightsError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
+from jserve.model.param_spec import ParamSpec
 from jserve.model.rope import for_context
-from jserve.model.shard import ParamSpec
 from jserve.weights.adopt import is_nnx_state
 from jserve.weights.layout import join
 from jserve.weights.loader import load

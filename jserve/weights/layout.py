@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jserve.model.shard import ParamSpec, Part
+from jserve.model.param_spec import ParamSpec, Part
 
 Index = tuple[slice, ...]
 

@@ -23,8 +23,9 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.hf_text import sees_images
+from jserve.model.param_spec import ParamSpec, Part, spelled
 from jserve.model.quant import QTensor, quantised_leaves
-from jserve.model.shard import ParamSpec, Part, ShardRules, padded, spelled
+from jserve.model.shard import ShardRules, padded
 from jserve.weights.adopt import adopt, has_quantised
 from jserve.weights.dummy import draw
 from jserve.weights.gguf import GgufFile

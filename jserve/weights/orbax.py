@@ -27,7 +27,8 @@ from jserve.errors import ConfigError, WeightsError
 from jserve.gguf.config import config_of
 from jserve.gguf.header import is_gguf, read
 from jserve.gguf.tokenizer import files as gguf_files
-from jserve.model.shard import ParamSpec, ShardRules, is_spec
+from jserve.model.param_spec import ParamSpec, is_spec
+from jserve.model.shard import ShardRules
 from jserve.weights.adopt import is_exact, place
 from jserve.weights.place import Progress, bad_values_on_device, named, sharding_of
 from jserve.weights.source import ORBAX_DIR

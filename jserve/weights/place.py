@@ -16,8 +16,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jserve.errors import ConfigError
+from jserve.model.mesh import n_parts
+from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.model.quant import QTensor
-from jserve.model.shard import Axes, ParamSpec, ShardRules, is_spec, n_parts, padded, rule
+from jserve.model.shard import Axes, ShardRules, padded, rule
 from jserve.weights.layout import Index, check
 
 Progress = Callable[[str, int, int], None]

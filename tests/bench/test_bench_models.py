@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from bench import models
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
 

@@ -27,8 +27,9 @@ from jserve.model.ctx import Ctx
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
+from jserve.model.mesh import make_mesh
 from jserve.model.points import entering
-from jserve.model.shard import Axes, ShardRules, make_mesh
+from jserve.model.shard import Axes, ShardRules
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.speculation.drafters.drafter import Drafter, Seen, Target
 from jserve.speculation.drafters.heads import read_head

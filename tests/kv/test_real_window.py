@@ -16,7 +16,7 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Rope, RopeScaling, resized
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.model.sinks import with_sinks
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder

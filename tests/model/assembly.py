@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.model.shard import ParamSpec, is_spec, spelled
+from jserve.model.param_spec import ParamSpec, is_spec, spelled
 
 Get = Callable[[str], np.ndarray]
 """Name of a tensor of the checkpoint -> the tensor."""

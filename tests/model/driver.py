@@ -23,14 +23,8 @@ from jserve.model.ctx import Ctx
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
 from jserve.model.kv_quant import stored
-from jserve.model.shard import (
-    Axes,
-    ShardRules,
-    make_mesh,
-    padded,
-    partitions,
-    shardings,
-)
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import Axes, ShardRules, padded, partitions, shardings
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.weights.place import tp_size
 from tests.model.assembly import assemble_all

@@ -18,7 +18,7 @@ from jserve.kv_layout import Span
 from jserve.model import attn_dense, kv_quant
 from jserve.model.attention import AttendArgs, AttentionBackend, backend
 from jserve.model.attn_mesh import over_heads
-from jserve.model.shard import mesh_of
+from jserve.model.mesh import mesh_of
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.sharding import Sharding
 from jserve.window import Window

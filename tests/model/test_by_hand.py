@@ -17,7 +17,7 @@ from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row
-from jserve.model.shard import is_spec
+from jserve.model.param_spec import is_spec
 from jserve.model.view import Bucket
 from tests.model.driver import Driver
 

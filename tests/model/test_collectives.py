@@ -16,7 +16,8 @@ from jserve import explain_sharding
 from jserve.model.collectives import FEW, gather, reduce, reduce_scatter
 from jserve.model.families import family_for
 from jserve.model.hand import Row
-from jserve.model.shard import ShardRules, make_mesh, mesh_of
+from jserve.model.mesh import make_mesh, mesh_of
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.sharding import Sharding
 

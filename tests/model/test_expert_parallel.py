@@ -15,8 +15,10 @@ from jserve.model import moe, moe_places
 from jserve.model.arch import Mlp, resized
 from jserve.model.families import family_for
 from jserve.model.hand import Row
+from jserve.model.mesh import make_mesh
 from jserve.model.moe_specs import check_has_experts
-from jserve.model.shard import ShardRules, is_spec, make_mesh, padded
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import ShardRules, padded
 from jserve.model.view import Bucket
 from jserve.weights.layout import split
 from tests.model.driver import Driver

@@ -12,8 +12,9 @@ from jserve.errors import ConfigError
 from jserve.model.families import family_for
 from jserve.model.family import check_layout
 from jserve.model.hand import Row
+from jserve.model.mesh import make_mesh, mesh_of
 from jserve.model.moe_places import n_routed
-from jserve.model.shard import Axes, ShardRules, make_mesh, mesh_of
+from jserve.model.shard import Axes, ShardRules
 from jserve.model.view import Bucket
 from jserve.sharding import Sharding
 from tests.model.driver import Driver

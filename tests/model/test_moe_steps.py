@@ -12,7 +12,8 @@ import pytest
 from jserve.model import moe
 from jserve.model.families import family_for
 from jserve.model.hand import Row
-from jserve.model.shard import ShardRules, is_spec
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.weights.layout import split
 from tests.model.driver import Driver

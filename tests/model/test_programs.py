@@ -13,7 +13,8 @@ import pytest
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.families import family_for
-from jserve.model.shard import Axes, is_spec
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import Axes
 from jserve.model.view import Bucket, StepDims, buffer_size, layout, unpack
 from tests.model.driver import NoSlots
 from tests.model.test_shard import CONFIG

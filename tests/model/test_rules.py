@@ -19,16 +19,9 @@ from jserve.errors import ConfigError
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY
 from jserve.model.hand import Row, pack
-from jserve.model.shard import (
-    Axes,
-    ParamSpec,
-    Part,
-    ShardRules,
-    is_spec,
-    make_mesh,
-    mesh_of,
-    padded,
-)
+from jserve.model.mesh import make_mesh, mesh_of
+from jserve.model.param_spec import ParamSpec, Part, is_spec
+from jserve.model.shard import Axes, ShardRules, padded
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import RANDOM, Bucket, StepDims, numpy_views
 from jserve.runner.state import new_state

@@ -11,7 +11,9 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
-from jserve.model.shard import ParamSpec, ShardRules, dtype_of, is_spec, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import ParamSpec, dtype_of, is_spec
+from jserve.model.shard import ShardRules
 from jserve.weights.dummy import draw_all
 from tests.model.assembly import assemble
 from tests.model.driver import Driver

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jserve.model import sample as sampling, vocab_part
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.model.slots import NONE
 from jserve.model.view import LOGPROBS
 from jserve.model.vocab_part import VocabPart

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
 from jserve.runner.runner import ModelRunner

@@ -20,7 +20,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.model import native
 from jserve.model.dot import dot, gate_up
-from jserve.model.shard import AXIS, make_mesh
+from jserve.model.mesh import AXIS, make_mesh
 from jserve.sampling import SamplingParams
 from jserve.sizing import plan as sizing
 from jserve.types import Request

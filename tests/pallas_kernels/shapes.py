@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jserve.model.arch import Arch
 from jserve.model.attention import backend
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.step import StepModel
 from jserve.model.view import StepDims
 from jserve.shapes import SHAPES

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from jserve.model.arch import resized
-from jserve.model.shard import ShardRules, mesh_of
+from jserve.model.mesh import mesh_of
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.sharding import Sharding
 from jserve.sizing.compiled import compile_step

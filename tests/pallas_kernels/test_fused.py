@@ -13,8 +13,8 @@ import pytest
 from jserve.model import fused
 from jserve.model.arch import Arch, Attention, Norm, Rope, resized
 from jserve.model.hand import Row, pack
+from jserve.model.param_spec import is_spec
 from jserve.model.quant import Form, QTensor
-from jserve.model.shard import is_spec
 from jserve.model.view import Bucket
 from tests.model.driver import Driver
 from tests.pallas_kernels.shapes import ARCHS, FAMILIES

@@ -20,7 +20,9 @@ from jserve.config import EngineConfig
 from jserve.model.arch import Arch
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.family import Family
-from jserve.model.shard import ShardRules, is_spec, make_mesh, shardings
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import ShardRules, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight
 from jserve.runner.buckets import Ladder

@@ -19,9 +19,10 @@ from jserve.errors import ConfigError
 from jserve.model import moe_places
 from jserve.model.families import family_for
 from jserve.model.family import Family
+from jserve.model.mesh import make_mesh
 from jserve.model.quant import Form, QTensor
 from jserve.model.quant_specs import quantised_specs
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.runner import eplb, experts
 from jserve.runner.buckets import Ladder

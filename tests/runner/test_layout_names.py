@@ -14,7 +14,8 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.hand import step_model_of
-from jserve.model.shard import ShardRules, mesh_of, padded, shardings
+from jserve.model.mesh import mesh_of
+from jserve.model.shard import ShardRules, padded, shardings
 from jserve.ports import StepTime
 from jserve.runner.moves import identity
 from jserve.sharding import Sharding

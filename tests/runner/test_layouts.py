@@ -16,7 +16,8 @@ from jserve.errors import ConfigError
 from jserve.model import collectives, ctx, layers
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.features import MASK, SCORE
-from jserve.model.shard import ShardRules, mesh_of, padded, shardings
+from jserve.model.mesh import mesh_of
+from jserve.model.shard import ShardRules, padded, shardings
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
 from jserve.runner.runner import ModelRunner

@@ -24,7 +24,7 @@ from jserve.config import EngineConfig
 from jserve.model.arch import Norm, resized
 from jserve.model.feature import StepFeature
 from jserve.model.features.score import SCORE
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.model.step import StepModel
 from jserve.model.view import Bucket
 from jserve.runner import compiler as compiling, program_files, program_key

@@ -13,7 +13,7 @@ import pytest
 
 from jserve.config import CacheOptions
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, StepDims
 from jserve.runner import programs

@@ -20,7 +20,9 @@ from jserve.config import EngineConfig
 from jserve.model.arch import resized
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.features import MASK, SCORE
-from jserve.model.shard import is_spec, make_mesh, padded
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import padded
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
 from jserve.runner.runner import ModelRunner

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.shard import is_spec, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import is_spec
 from jserve.model.step import StepModel
 from jserve.model.view import Bucket, StepDims
 from jserve.runner.programs import n_compiles, starting

@@ -10,7 +10,8 @@ import pytest
 
 from jserve import Sharding, explain_sharding
 from jserve.errors import ConfigError
-from jserve.model.shard import ShardRules, mesh_of, padded
+from jserve.model.mesh import mesh_of
+from jserve.model.shard import ShardRules, padded
 from jserve.sizing.models import find
 from jserve.weights.dummy import draw_all
 from jserve.weights.place import tp_size

@@ -18,7 +18,8 @@ from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.families import ARCHITECTURES
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.runner import runner as runner_module
 from jserve.runner.buckets import Ladder

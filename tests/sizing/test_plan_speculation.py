@@ -21,7 +21,8 @@ from jserve.errors import ConfigError
 from jserve.model.arch import resized
 from jserve.model.draft_tree import chain, paths
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
 from jserve.runner.buckets import Ladder
 from jserve.runner.memory import DeviceMemory

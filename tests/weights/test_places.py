@@ -18,7 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jserve import explain_sharding
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, is_spec, mesh_of, n_parts
+from jserve.model.mesh import mesh_of, n_parts
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import ShardRules
 from jserve.sharding import LOGICAL, LOGITS, RESIDUAL, SUMS, Sharding
 from jserve.sizing.models import source_of
 from jserve.weights.loader import load

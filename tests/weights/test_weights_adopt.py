@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.shard import ShardRules, make_mesh, padded, shardings
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules, padded, shardings
 from jserve.weights.adopt import adopt
 from jserve.weights.place import aligned
 from tests.model.assembly import assemble_all

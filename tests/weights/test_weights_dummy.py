@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from jserve.model.families import family_for
-from jserve.model.shard import ParamSpec, Part, ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import ParamSpec, Part
+from jserve.model.shard import ShardRules
 from jserve.weights.dummy import draw
 from jserve.weights.layout import relayout
 from jserve.weights.loader import load

@@ -15,7 +15,8 @@ import pytest
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights.hf import dtype_name, read_generation_config
 from jserve.weights.loader import load
 from jserve.weights.quant.scheme import quantised, scheme_of

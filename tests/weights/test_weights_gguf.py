@@ -16,7 +16,8 @@ from jserve.gguf import header
 from jserve.gguf.config import llama3_factors
 from jserve.model.families import family_for
 from jserve.model.hand import Row
-from jserve.model.shard import make_mesh, partitions
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import partitions
 from jserve.model.view import Bucket
 from jserve.weights.convert import convert
 from jserve.weights.loader import load

@@ -14,15 +14,9 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.shard import (
-    ParamSpec,
-    Part,
-    ShardRules,
-    is_spec,
-    make_mesh,
-    padded,
-    partitions,
-)
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import ParamSpec, Part, is_spec
+from jserve.model.shard import ShardRules, padded, partitions
 from jserve.weights.layout import check, pieces, relayout, split, whole
 from jserve.weights.loader import load
 from jserve.weights.place import bad_values, bad_values_on_device, tp_size
@@ -350,7 +344,8 @@ MEASURE = """
 import gc, re, sys, threading, time
 import jax
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
 

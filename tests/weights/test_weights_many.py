@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
 from tests.weights.weights_kit import BF16, LLAMA, Model

@@ -12,7 +12,9 @@ import pytest
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, is_spec, make_mesh, padded
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import ShardRules, padded
 from jserve.weights import layout
 from jserve.weights.convert import convert
 from jserve.weights.dummy import draw_all

@@ -12,7 +12,8 @@ import pytest
 
 from jserve.errors import WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights.loader import load
 from jserve.weights.source import resolve
 from tests.weights.weights_kit import BF16, LLAMA, Model, same

@@ -14,8 +14,9 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
 from jserve.model.layer_pass import layer_pass
+from jserve.model.mesh import make_mesh
 from jserve.model.quant import QTensor, widened
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights.loader import load
 from jserve.weights.offline import job
 from jserve.weights.offline.export import packed_words, tensors_of

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jserve.errors import ConfigError, WeightsError
+from jserve.model.mesh import make_mesh
 from jserve.model.quant import QTensor, widened
-from jserve.model.shard import make_mesh
 from jserve.weights.convert import convert
 from jserve.weights.loader import adopted, load
 from jserve.weights.quant.scheme import quantised, scheme_of

@@ -16,7 +16,8 @@ import pytest
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.weights import orbax
 from jserve.weights.convert import convert
 from jserve.weights.loader import load

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jserve.model.kv_bytes import decode, encode
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.weights.loader import load
 from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve

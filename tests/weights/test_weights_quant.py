@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jserve.model.hand import Row
+from jserve.model.mesh import make_mesh
 from jserve.model.quant import Form, QTensor, widened
-from jserve.model.shard import ShardRules, make_mesh, partitions
+from jserve.model.shard import ShardRules, partitions
 from jserve.model.view import Bucket
 from jserve.weights.loader import load
 from jserve.weights.quant.gguf import FORMS as GGUF

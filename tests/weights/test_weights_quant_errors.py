@@ -13,7 +13,7 @@ import pytest
 
 from jserve.config import EngineConfig, ModelOptions
 from jserve.errors import ConfigError, WeightsError
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.weights.convert import convert
 from jserve.weights.loader import adopted, load
 from jserve.weights.quant.on_load import KINDS

@@ -14,7 +14,7 @@ import numpy as np
 from jserve.model.arch import Arch
 from jserve.model.families import family_for
 from jserve.model.family import Family
-from jserve.model.shard import is_spec
+from jserve.model.param_spec import is_spec
 from jserve.weights.safetensors import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -22,8 +22,9 @@ from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
+from jserve.model.mesh import make_mesh, mesh_of
 from jserve.model.rope import for_context
-from jserve.model.shard import ShardRules, make_mesh, mesh_of, shardings
+from jserve.model.shard import ShardRules, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs

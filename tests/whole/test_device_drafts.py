@@ -15,7 +15,8 @@ from jserve import LLM, SamplingParams, build
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import StructuredOutputs
 from tests.whole import equal

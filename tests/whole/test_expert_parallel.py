@@ -11,7 +11,8 @@ import pytest
 from jserve import build
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.types import Request
 from tests.runner.test_experts import CONFIG, OPTIONS, REQUESTS, weights
 

@@ -15,7 +15,8 @@ from jserve import LLM, SamplingParams, family_of, register_family
 from jserve.errors import ConfigError
 from jserve.model import families
 from jserve.model.hand import step_model_of
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, buffer_size
 from tests.whole.conftest import SMALL_OPTIONS

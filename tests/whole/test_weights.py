@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from jserve import LLM, SamplingParams
 from jserve.errors import BadRequest, WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ParamSpec, is_spec
+from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.runner.memory import DeviceMemory
 from jserve.weights.adapters import AdapterDelta
 from jserve.weights.layout import split

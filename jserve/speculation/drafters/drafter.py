@@ -28,7 +28,8 @@ from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, LayerKV
 from jserve.model.collectives import n_shards
-from jserve.model.shard import AXIS, Axes, ShardRules, padded
+from jserve.model.mesh import AXIS
+from jserve.model.shard import Axes, ShardRules, padded
 from jserve.model.view import StepView
 from jserve.sampling import MAX_LOGPROBS
 

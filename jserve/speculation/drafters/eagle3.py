@@ -28,7 +28,8 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.layers import attend_normed, embed, ffn_block, unembed
 from jserve.model.norms import rms_norm
-from jserve.model.shard import Axes, ParamSpec, Part
+from jserve.model.param_spec import ParamSpec, Part
+from jserve.model.shard import Axes
 from jserve.model.view import StepView
 from jserve.speculation.drafters.drafter import Drafter, Seen, Target
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jserve.model.hf_values import integer, refuse
-from jserve.model.shard import ParamSpec, is_spec
+from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.speculation.drafters.drafter import Drafter
 from jserve.weights.hf import Tensors
 from jserve.weights.source import Source

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jserve.model.param_spec import ParamSpec
 from jserve.model.quant import Form
-from jserve.model.shard import ParamSpec
 from jserve.weights.quant.matrix import Matrix
 
 BITS = {"int4": 4, "int8": 8, "e4m3": 8}

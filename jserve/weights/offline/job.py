@@ -25,9 +25,11 @@ import numpy as np
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
 from jserve.model.layer_pass import PRODUCTS, check_dense
+from jserve.model.mesh import make_mesh
+from jserve.model.param_spec import spelled
 from jserve.model.quant import Form
 from jserve.model.quant_specs import stem
-from jserve.model.shard import ShardRules, make_mesh, spelled
+from jserve.model.shard import ShardRules
 from jserve.weights.hf import INDEX, Tensors, dtype_name
 from jserve.weights.loader import load_tree
 from jserve.weights.offline.calibration import LayerStream

@@ -10,9 +10,9 @@ import numpy as np
 
 from jserve.model.arch import Arch
 from jserve.model.layer_pass import PRODUCTS
+from jserve.model.param_spec import ParamSpec
 from jserve.model.quant import Form
 from jserve.model.quant_specs import stem
-from jserve.model.shard import ParamSpec
 from jserve.weights.offline.export import stored, tensors_of
 from jserve.weights.offline.folds import NORMS, Layer, alike, can_divide, divided
 from jserve.weights.offline.wish import Wish

@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from jserve.model.param_spec import ParamSpec
 from jserve.model.quant import KINDS, LARGEST, Form, QTensor
-from jserve.model.shard import ParamSpec, ShardRules, shardings
+from jserve.model.shard import ShardRules, shardings
 from jserve.weights.quant.matrix import Matrix, packed
 
 METHODS = ("rtn", "mse", "hqq")

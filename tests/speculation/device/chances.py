@@ -27,7 +27,8 @@ from jserve.model.draft_tree import TreeShape
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.features import MASK
 from jserve.model.hand import Row, pack
-from jserve.model.shard import Axes, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import Axes
 from jserve.model.step import DeviceState, StepModel, make_step
 from jserve.model.view import Bucket, StepDims, numpy_views, unpack
 from jserve.runner.batch import uses

@@ -11,7 +11,8 @@ import numpy as np
 from jserve.model.arch import resized
 from jserve.model.draft_tree import TreeShape
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.shard import is_spec, shardings
+from jserve.model.param_spec import is_spec
+from jserve.model.shard import shardings
 from jserve.speculation.drafters.draft_model import draft_model
 from jserve.speculation.drafters.drafter import REPLICATED, Drafter, split_over
 from jserve.speculation.drafters.eagle3 import eagle3

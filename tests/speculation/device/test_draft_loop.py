@@ -18,7 +18,7 @@ from jserve.errors import ConfigError
 from jserve.model import draft_tree as tree
 from jserve.model.arch import resized
 from jserve.model.families.llama import FAMILY as LLAMA
-from jserve.model.shard import make_mesh
+from jserve.model.mesh import make_mesh
 from jserve.model.step import make_step
 from jserve.model.view import Bucket
 from jserve.ports import InFlight

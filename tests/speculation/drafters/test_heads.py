@@ -12,7 +12,8 @@ import pytest
 
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.families import family_for
-from jserve.model.shard import ShardRules, make_mesh
+from jserve.model.mesh import make_mesh
+from jserve.model.shard import ShardRules
 from jserve.speculation.drafters.load import find_drafter
 from jserve.weights.source import resolve
 from tests.weights.weights_kit import BF16, LLAMA, pack
