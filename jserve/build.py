@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -310,217 +309,17 @@ def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
 
 
 def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) -> Any:
-    from jserve.model.families import family_for
-    from jserve.model.hf_text import is_multimodal, served_as_text
-    from jserve.model.moe_specs import check_has_experts
-    from jserve.model.quant import bytes_by_form, form_name
-    from jserve.model.rope import for_context
-    from jserve.runner.layout import partitionable, placement
-    from jserve.runner.programs import use_compile_cache
-    from jserve.runner.runner import ModelRunner
-    from jserve.speculation.host.methods import check
-    from jserve.weights.loader import adopted, load
-    from jserve.weights.place import tp_size
-    from jserve.weights.quant.scheme import quantised
-
-    source = located(config, weights=params is None)
-    dtype = _dtype(config, source)
-    scheme = _scheme(config, source, dtype)
-    family = quantised(family_for(source.config), scheme)
-    arch = for_context(family.arch(source.config), config.model.max_model_len)
-    if is_multimodal(source.config):
-        log.info(served_as_text(source.config))
-    mesh, rules = placement(config, mesh)
-    check_has_experts(arch, rules, mesh.shape)
-    config = partitionable(config, rules, mesh.devices.flat[0].platform)
-    check(config.speculative, tp_size(mesh, rules))
-    if config.device.compile_cache:
-        use_compile_cache(cache_directory(config.device.compile_cache))
-    began, given = time.monotonic(), params is not None
-    if not given:
-        params = load(
-            family,
-            arch,
-            source,
-            mesh,
-            rules,
-            dtype,
-            progress=lambda _, done, total: progress("load weights", done, total),
-            scan_nan=config.model.scan_nan,
-            seed=config.model.seed,
-            scheme=scheme,
-        )
-    else:
-        params = adopted(family, arch, params, mesh, rules, dtype)
-    if scheme is not None and not scheme.widened:
-        _say_forms(scheme.name, params, dtype.name)
-    speculation = _speculation(config, (arch, mesh, rules, dtype), progress)
-    config = _with_attention(config, arch, dtype, mesh.devices.flat[0], speculation)
-    if reason := _loop_over_experts(config, arch, dtype, mesh.devices.flat[0].platform, scheme):
-        log.warning("experts: larger steps run a loop over them and no kernel: %s", reason)
-    loaded = time.monotonic()
-    with _program_files(config, mesh.devices.flat[0].platform) as files:
-        runner = ModelRunner(
-            family,
-            arch,
-            params,
-            mesh,
-            config,
-            rules=rules,
-            speculation=speculation,
-            penalises=source.penalises,
-            progress=progress,
-            files=files,
-        )
-    facts = {
-        "model": served_names(config, source)[0],
-        "source": source.name,
-        "weights": "" if given else source.stamp,
-        "family": family.name,
-        "quantization": scheme.name if scheme is not None and not scheme.widened else "",
-        "form": form_name(params),
-        "form_bytes": bytes_by_form(params, dtype),
-        "load_s": round(loaded - began, 2),
-        "compile_s": round(time.monotonic() - loaded, 2),
-    }
-    return runner, facts
-
-
-@contextmanager
-def _program_files(config: EngineConfig, platform: str) -> Iterator[Any]:
-    """The directory of programs in serialised form, beside the compile cache; None: there is none. None where plugins
-    may have changed code that no key covers, and only for a CPU, which alone was seen to run them again."""
-    from jserve.runner.program_files import ProgramFiles, Unusable
-
-    files, directory = None, config.device.compile_cache
-    if directory and not config.model.plugins and platform == "cpu":
-        try:
-            files = ProgramFiles(cache_directory(directory))
-        except Unusable as error:
-            log.warning("serialised programs: %s", error)
-    try:
-        yield files
-    finally:
-        if files is not None:
-            files.close()
-
-
-def _with_attention(
-    config: EngineConfig, arch: Any, dtype: Any, device: Any, speculation: Any
-) -> EngineConfig:
-    """``config`` with the attention backend that ``auto`` means on ``device``. Kernels that the user has not
-    asked for by name are tried first, and left out where they fail."""
+    """(the runner, its facts for the start banner and /metrics)."""
     import dataclasses
 
-    from jserve.model.attention import KERNELS, unserved
-    from jserve.runner import selftest
-    from jserve.runner.sizes import attention_name, kv_dtype
+    from jserve.build_runner import runner_of
 
-    if config.device.attention_backend != "auto" or device.platform == "cpu":
-        return config
-    page_size = config.cache.on(device.platform).page_size
-    capability = getattr(device, "compute_capability", "")
-    name = attention_name(arch, config, dtype, device.platform, capability, speculation)
-    reason = unserved(capability) or "it does not serve this model with these options"
-    experts = _experts(arch, config)
-    if name == "dense_experts" and experts is None:
-        name = "dense"
-    if name in KERNELS:
-        heads = (arch.H, arch.N // arch.K, page_size, str(kv_dtype(config, dtype)))
-        fault = selftest.fault(selftest.command(name, *heads, experts))
-        name, reason = ("dense", fault) if fault else (name, reason)
-    if name != "hopper":
-        log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
-    options = dataclasses.replace(config.device, attention_backend=name)
-    return dataclasses.replace(config, device=options)
-
-
-def _experts(arch: Any, config: EngineConfig) -> tuple[int, int] | None:
-    """The width of the model and a device's share of that of an expert; None: the kernels take none of them."""
-    from jserve.model.arch import Moe
-
-    widths = [layer.ffn.F for layer in arch.layers if isinstance(layer.ffn, Moe)]
-    if not widths:
-        return None
-    from pallas_kernels.grouped_matmul import serves
-
-    F = widths[0] // config.device.tensor_parallel_size
-    return (arch.D, F) if serves(arch.D, F) else None
-
-
-def _loop_over_experts(
-    config: EngineConfig, arch: Any, dtype: Any, platform: str, scheme: Any = None
-) -> str:
-    """The reason why a GPU runs a loop over experts where a step has more than a few; empty: it runs the kernel for
-    them, or there are none."""
-    from jserve.model.arch import Moe
-    from jserve.model.attention import KERNELS
-    from jserve.model.moe_hopper import unserved
-
-    found = dict.fromkeys(x.ffn for x in arch.layers if isinstance(x.ffn, Moe))
-    if platform == "cpu" or not found:
-        return ""
-    name = config.device.attention_backend
-    if name not in KERNELS:
-        return f"it is of attention_backend hopper and dense_experts, this is {name}"
-    if scheme is not None and not scheme.widened:
-        return f"it takes no weights in the form of {scheme.name}"
-    tp = config.device.tensor_parallel_size
-    reasons = (unserved(moe, arch.D, moe.F // tp, dtype) for moe in found)
-    return next(filter(None, reasons), "")
-
-
-def _speculation(config: EngineConfig, given: tuple[Any, ...], progress: Progress) -> Any:
-    """The drafter that ``speculative`` names, for a target of these (arch, mesh, rules, dtype)."""
-    from jserve.speculation.drafters.load import copying, load_speculation
-    from jserve.speculation.host.methods import DEVICE, shape
-    from jserve.weights.source import resolve
-
-    options = config.speculative
-    if options.method == "ngram":
-        return copying(options, config.n_drafts, given[0])
-    if options.method not in DEVICE:
-        return None
-    return load_speculation(
-        options.method,
-        resolve(options.model, "", config.model.load_format),
-        *given,
-        shape=lambda deepest: shape(options, deepest),
-        progress=lambda _, done, total: progress("load drafter", done, total),
-        scan_nan=config.model.scan_nan,
-        seed=config.model.seed + 1,
-        tensor_parallel_size=options.tensor_parallel_size,
-    )
-
-
-def _dtype(config: EngineConfig, source: Any) -> Any:
-    import jax.numpy as jnp
-
-    from jserve.weights.hf import dtype_name
-
-    name = config.model.dtype if config.model.dtype != "auto" else dtype_name(source.config)
-    return jnp.dtype(name)
-
-
-def _say_forms(scheme: str, params: Any, dtype: str) -> None:
-    """The log's line on what is quantised, and one where activations are not what a format was made for."""
-    from jserve.model.quant import bytes_by_form, n_bytes
-
-    stored, rest = (n / 1e9 for n in n_bytes(params))
-    log.info("quantization %s: %.3f GB; %.3f GB stay in %s", scheme, stored, rest, dtype)
-    if "e2m1" in bytes_by_form(params, dtype):
-        log.warning(
-            "quantization %s: 4-bit floats are of weights alone, activations stay in %s",
-            scheme,
-            dtype,
-        )
-
-
-def _scheme(config: EngineConfig, source: Any, dtype: Any) -> Any:
-    from jserve.weights.quant.scheme import scheme_of
-
-    options = config.model
-    return scheme_of(source.config, dtype, options.quantization, options.quantization_config)
+    source = located(config, weights=params is None)
+    if directory := config.device.compile_cache:
+        device = dataclasses.replace(config.device, compile_cache=str(cache_directory(directory)))
+        config = dataclasses.replace(config, device=device)
+    runner, facts = runner_of(config, source, progress, params, mesh)
+    return runner, {"model": served_names(config, source)[0], **facts}
 
 
 def cache_directory(given: str) -> Path:

@@ -140,6 +140,14 @@ ALLOWED: dict[str, set[str]] = {
         "quality",
         "weights",
     },
+    "build_runner": {
+        "model",
+        "runner",
+        "weights",
+        "speculation.drafters",
+        "speculation.host",
+        "pallas_kernels",
+    },
     "build": set(),
     "__init__": set(),
 }

@@ -19,7 +19,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jserve import build
+from jserve import build_runner
 from jserve.config import EngineConfig
 from jserve.model.arch import Norm, resized
 from jserve.model.feature import StepFeature
@@ -245,17 +245,17 @@ def test_a_directory_of_others_is_not_used(
     with pytest.raises(Unusable, match="other users"):
         ProgramFiles(tmp_path)
     config = EngineConfig.of(compile_cache=str(tmp_path))
-    with build._program_files(config, "cpu") as found:
+    with build_runner.program_files(config, "cpu") as found:
         assert found is None
     assert len([m for m in caplog.messages if "other users" in m]) == 1
     directory.chmod(0o700)
-    with build._program_files(config, "cpu") as found:
+    with build_runner.program_files(config, "cpu") as found:
         assert isinstance(found, ProgramFiles)
-    with build._program_files(config, "gpu") as found:
+    with build_runner.program_files(config, "gpu") as found:
         assert found is None
     for options in ({"compile_cache": ""}, {"plugins": "some.py"}):
         other = EngineConfig.of(**{"compile_cache": str(tmp_path), **options})
-        with build._program_files(other, "cpu") as found:
+        with build_runner.program_files(other, "cpu") as found:
             assert found is None
     directory.rmdir()
     directory.symlink_to(tmp_path)

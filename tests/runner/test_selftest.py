@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve import build
+from jserve import build_runner
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model import attention
@@ -97,7 +97,7 @@ def new_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 def served(monkeypatch: pytest.MonkeyPatch, device: Any, code: str, **options: Any) -> str:
     monkeypatch.setattr(selftest, "command", lambda *_: child(code))
     config = EngineConfig.of(**options)
-    config = build._with_attention(config, ARCH, jnp.dtype(jnp.bfloat16), device, None)
+    config = build_runner.with_attention(config, ARCH, jnp.dtype(jnp.bfloat16), device, None)
     return config.device.attention_backend
 
 
@@ -180,7 +180,7 @@ def test_experts_have_their_kernel_where_attention_has_none(monkeypatch, caplog)
     def served(arch: Arch, code: str, **options: Any) -> str:
         monkeypatch.setattr(selftest, "command", lambda *_: child(code))
         config = EngineConfig.of(**options)
-        return build._with_attention(config, arch, bf16, H200, None).device.attention_backend
+        return build_runner.with_attention(config, arch, bf16, H200, None).device.attention_backend
 
     assert served(latent_arch(64), "") == "dense_experts"
     assert "dense on NVIDIA H200; not hopper: it does not serve this model" in caplog.text
@@ -214,27 +214,28 @@ PACKED = SimpleNamespace(name="mxfp4", widened=False)
 
 
 @pytest.mark.parametrize(
-    ("moe", "options", "scheme", "says"),
+    ("moe", "attention", "scheme", "parts", "says"),
     [
-        (MOE, {"attention_backend": "hopper"}, None, ""),
-        (MOE, {"attention_backend": "hopper"}, SimpleNamespace(name="fp8", widened=True), ""),
-        (MOE, {"attention_backend": "dense_experts"}, None, ""),
-        (MOE, {"attention_backend": "dense"}, None, "dense_experts, this is dense"),
-        (MOE, {"attention_backend": "hopper"}, PACKED, "mxfp4"),
-        (MOE, {"attention_backend": "hopper", "tensor_parallel_size": 4}, None, "32 of an expert"),
-        (GELU, {"attention_backend": "hopper"}, None, "hidden_act gelu"),
+        (MOE, "hopper", None, 1, ""),
+        (MOE, "hopper", SimpleNamespace(name="fp8", widened=True), 1, ""),
+        (MOE, "dense_experts", None, 1, ""),
+        (MOE, "dense", None, 1, "dense_experts, this is dense"),
+        (MOE, "", None, 1, "sharding.mode auto"),
+        (MOE, "hopper", PACKED, 1, "mxfp4"),
+        (MOE, "hopper", None, 4, "32 of an expert"),
+        (GELU, "hopper", None, 1, "hidden_act gelu"),
     ],
 )
-def test_a_loop_over_experts_has_a_reason(moe: Moe, options: Any, scheme: Any, says: str) -> None:
+def test_a_loop_over_experts_has_a_reason(
+    moe: Moe, attention: str, scheme: Any, parts: int, says: str
+) -> None:
     arch = replace(ARCH, D=256, layers=tuple(replace(x, ffn=moe) for x in ARCH.layers))
-    config = EngineConfig.of(**options)
-    found = build._loop_over_experts(config, arch, jnp.dtype(jnp.bfloat16), "gpu", scheme)
+    bf16 = jnp.dtype(jnp.bfloat16)
+    found = build_runner.loop_over_experts(attention, arch, bf16, scheme, parts)
     assert (says in found) if says else (found == "")
-    assert build._loop_over_experts(config, arch, jnp.dtype(jnp.bfloat16), "cpu", scheme) == ""
-    assert build._loop_over_experts(config, ARCH, jnp.dtype(jnp.bfloat16), "gpu", scheme) == ""
+    assert build_runner.loop_over_experts(attention, ARCH, bf16, scheme, parts) == ""
 
 
 def test_a_dtype_that_the_kernel_lacks_is_a_reason() -> None:
     arch = replace(ARCH, D=256, layers=tuple(replace(x, ffn=MOE) for x in ARCH.layers))
-    config = EngineConfig.of(attention_backend="hopper")
-    assert "float32" in build._loop_over_experts(config, arch, jnp.dtype(jnp.float32), "gpu")
+    assert "float32" in build_runner.loop_over_experts("hopper", arch, jnp.dtype(jnp.float32))

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jserve import build
+from jserve import build, build_runner
 from jserve.cli import app
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
@@ -21,7 +21,6 @@ from jserve.model.families import ARCHITECTURES
 from jserve.model.mesh import make_mesh
 from jserve.model.shard import ShardRules
 from jserve.model.view import Bucket
-from jserve.runner import runner as runner_module
 from jserve.runner.buckets import Ladder
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.programs import step_name
@@ -302,7 +301,7 @@ def test_sequences_with_penalties_at_once(
         assert found.max_penalized_seqs == laid.sizes.limits.n_vocab_rows == n_rows
     made: dict = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "ModelRunner", lambda *_, **given: made.update(given))
+        patch.setattr(build_runner, "ModelRunner", lambda *_, **given: made.update(given))
         build._runner(config, lambda *_: None, None, None)
     assert config.scheduler.n_vocab_rows(penalises=made["penalises"]) == n_rows
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jserve import LLM, SamplingParams, build
+from jserve import LLM, SamplingParams, build, build_runner
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
@@ -148,7 +148,7 @@ def test_an_option_says_how_the_devices_hold_a_drafter(tiny_dir, wished: int, wh
     )
     arch = family_for(equal.TINY).arch(equal.TINY | {"vocab_size": 320})
     given = (arch, make_mesh(2), ShardRules(), np.dtype(np.float32))
-    made = build._speculation(config, given, lambda *_: None)
+    made = build_runner.drafter_of(config, given, lambda *_: None)
     assert made.drafter.replicated == whole
     table = made.params["embed"]
     assert table.addressable_shards[0].data.shape[0] == (320 if whole else 160)
