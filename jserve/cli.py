@@ -64,12 +64,12 @@ and is up to a sixth faster with fewer address translations. Read by glibc when 
 @with_options()
 def serve(config: EngineConfig, model: Model = None) -> None:
     """Serve a model over HTTP with the OpenAI API."""
-    from jserve import commands
+    from jserve import serve_commands
 
     for name, value in HUGE_PAGES.items():
         os.environ.setdefault(name, value)
     _arm_faults("jserve.api.http.server")
-    raise typer.Exit(commands.serve(config, err))
+    raise typer.Exit(serve_commands.serve(config, err))
 
 
 def _arm_faults(module: str) -> None:
@@ -175,9 +175,9 @@ def run_batch(
     ] = 0,
 ) -> None:
     """Answer a file of requests. What the output answers already is not asked again."""
-    from jserve import commands
+    from jserve import serve_commands
 
-    raise typer.Exit(commands.run_batch(offline(config), source, out, concurrency, err))
+    raise typer.Exit(serve_commands.run_batch(offline(config), source, out, concurrency, err))
 
 
 def offline(config: EngineConfig) -> EngineConfig:

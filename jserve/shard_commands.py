@@ -127,7 +127,7 @@ def _items(config: EngineConfig, model: str, trace: str) -> Sequence[Any]:
 
     if not recorded.is_batch(Path(trace)):
         return study.load_trace(trace, config.model.seed)
-    from jserve.commands import batch_requests
+    from jserve.serve_commands import batch_requests
 
     arch = find(model, max_model_len=config.model.max_model_len).arch
     longest = config.model.max_model_len or arch.max_position

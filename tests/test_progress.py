@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from jserve.commands import banner, local_url, start_notes
 from jserve.config import EngineConfig
 from jserve.progress import Lines, start_progress
+from jserve.serve_commands import banner, local_url, start_notes
 
 INFO = {
     "family": "llama",

@@ -5,6 +5,7 @@ XLA takes a kernel's name once in a process, so all tests of one share a library
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,30 @@ import pytest
 from jserve.model import native
 from jserve.native import library
 from jserve.native.compile import NativeBuildError, compile_library, find_compiler
-from jserve.native.library import Library, NoLibrary
+from jserve.native.library import LEVELS, Library, NoLibrary
 from tests.whole.conftest import tiny_dir
 
 __all__ = ["tiny_dir"]
+
+CPUINFO = Path("/proc/cpuinfo")
+FLAGS = {
+    "avx2": {"avx2", "fma"},
+    "avx512f": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512_bf16": {"avx512_bf16"},
+}
+
+
+def level_of_processor() -> str:
+    """The level that the system's list of features means; skips where there is no such list."""
+    if not CPUINFO.exists():
+        pytest.skip("no /proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(), re.M)
+    flags, level = set(found[1].split()) if found else set(), "plain"
+    for name in LEVELS[1:]:
+        if not FLAGS[name] <= flags:
+            break
+        level = name
+    return level
 
 
 @pytest.fixture(scope="session")

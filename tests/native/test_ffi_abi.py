@@ -1,16 +1,22 @@
-"""Our declarations of XLA's FFI structures against the headers of the installed jaxlib, by the compiler."""
+"""Our declarations of XLA's FFI structures against the headers of jaxlib, by the compiler: the installed one, and the
+oldest and newest that pyproject.toml allows."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import jaxlib
 import pytest
+from packaging.requirements import Requirement
 
 from jserve.native.compile import FOLDER, find_compiler
 
 INCLUDE = Path(jaxlib.__file__).parent / "include"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 HEADER = "xla/ffi/api/c_api.h"
 STRUCTS: dict[str, tuple[str, dict[str, str]]] = {
     "FfiVersion": ("XLA_FFI_Api_Version", {"major": "major_version", "minor": "minor_version"}),
@@ -93,16 +99,26 @@ def q(text: str) -> str:
     return f'"{text}"'
 
 
-def compiled(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def compiled(text: str, folder: Path, include: Path = INCLUDE) -> subprocess.CompletedProcess[str]:
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    if not (INCLUDE / HEADER).exists():
+    if not (include / HEADER).exists():
         pytest.skip(f"this jaxlib has no {HEADER}")
     source = folder / "abi.c"
     source.write_text(text)
-    command = [*compiler, "-std=gnu11", "-fsyntax-only", f"-I{INCLUDE}", f"-I{FOLDER}", str(source)]
+    command = [*compiler, "-std=gnu11", "-fsyntax-only", f"-I{include}", f"-I{FOLDER}", str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def allowed(end: str) -> str:
+    """What pip calls the oldest or newest jaxlib of pyproject.toml's bounds on jax."""
+    dependencies = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    [bounds] = [r.specifier for r in map(Requirement, dependencies) if r.name == "jax"]
+    if end == "newest":
+        return f"jaxlib{bounds}"
+    [oldest] = [s.version for s in bounds if s.operator == ">="]
+    return f"jaxlib=={oldest}"
 
 
 def test_sizes_and_offsets_are_those_of_the_installed_jaxlib(tmp_path):
@@ -115,3 +131,18 @@ def test_another_layout_is_noticed(tmp_path):
     done = compiled(assertions({"FfiBuffer": (name, fields | {"data": "rank"})}), tmp_path)
     assert done.returncode != 0
     assert "FfiBuffer.data" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["oldest", "newest"])
+def test_sizes_and_offsets_are_those_of_every_jaxlib_that_is_allowed(end, tmp_path):
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    command += ["--python-version", "3.12", "-d", str(tmp_path), allowed(end)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{allowed(end)} cannot be downloaded")
+    [wheel] = tmp_path.glob("jaxlib-*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        z.extract(f"jaxlib/include/{HEADER}", tmp_path)
+    done = compiled(assertions(STRUCTS), tmp_path, tmp_path / "jaxlib/include")
+    assert done.returncode == 0, f"{wheel.name}: {done.stderr}"

@@ -12,25 +12,11 @@ from jserve.errors import ConfigError
 from jserve.model import native
 from jserve.native import compile as build, library
 from jserve.native.library import HANDLERS, LEVELS, Library, NoLibrary
-from tests.native.conftest import built
-
-CPUINFO = Path("/proc/cpuinfo")
-FLAGS = {
-    "avx2": {"avx2", "fma"},
-    "avx512f": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512_bf16": {"avx512_bf16"},
-}
+from tests.native.conftest import built, level_of_processor
 
 
 def test_the_level_is_what_the_system_says_of_the_processor(kernels):
-    if not CPUINFO.exists():
-        pytest.skip("no /proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(), re.M)
-    flags, level = set(found[1].split()) if found else set(), "plain"
-    for name in LEVELS[1:]:
-        if not FLAGS[name] <= flags:
-            break
-        level = name
+    level = level_of_processor()
     assert kernels.level == level
     assert kernels.levels() == LEVELS[: LEVELS.index(level) + 1]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jserve import commands, quant_commands
+from jserve import quant_commands, serve_commands
 from jserve.build import located
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
@@ -59,7 +59,7 @@ def test_a_bound_that_fails_is_named_and_the_exit_code_is_1(
     assert "mean_kl" in out
     assert "3.down" in out
     with pytest.raises(ConfigError, match=r"mean_kl 0\.2 is above 0\.15"):
-        commands.serve(with_gate(tmp_path), Console())
+        serve_commands.serve(with_gate(tmp_path), Console())
 
 
 @pytest.mark.usefixtures("judged")
@@ -72,13 +72,13 @@ def test_a_report_that_holds_is_json_and_serves(
     async def served(*_: Any) -> int:
         return 7
 
-    monkeypatch.setattr(commands, "_serve", served)
-    assert commands.serve(with_gate(tmp_path), Console()) == 7
+    monkeypatch.setattr(serve_commands, "_serve", served)
+    assert serve_commands.serve(with_gate(tmp_path), Console()) == 7
     for changed in ({"quantization": "int4"}, {"kv_cache_dtype": "fp8_e4m3"}):
         with pytest.raises(ConfigError, match="is of another model"):
-            commands.serve(with_gate(tmp_path, **changed), Console())
+            serve_commands.serve(with_gate(tmp_path, **changed), Console())
     with pytest.raises(ConfigError, match="is missing"):
-        commands.serve(with_gate(tmp_path / "elsewhere"), Console())
+        serve_commands.serve(with_gate(tmp_path / "elsewhere"), Console())
 
 
 def with_gate(directory: Path, **changed: Any) -> EngineConfig:

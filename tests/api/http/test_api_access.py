@@ -7,8 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jserve.api.http.app import ACCESS
 from jserve.api.http.auth import Access, Keys
-from jserve.commands import fingerprint
 from jserve.errors import Overloaded, Unauthorized
+from jserve.serve_commands import fingerprint
 from tests.api.fake import FakeEngine, card, chat_body, live
 
 # Who may call what. A route that is added must be added here by hand, on purpose.
