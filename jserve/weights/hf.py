@@ -142,13 +142,12 @@ class Tensors:
         Raises:
             WeightsError: as ``check``.
         """
-        self.check(name, shape, kinds)
-        found = self._resolve(name)
+        found = self.check(name, shape, kinds)
         self._used.add(found)
         return self._files[found].read(found).reshape(shape)
 
-    def check(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> None:
-        """Refuse a tensor that ``get`` cannot give, by the header alone.
+    def check(self, name: str, shape: tuple[int, ...], kinds: Kinds = FLOATS) -> str:
+        """Refuse a tensor that ``get`` cannot give, by the header alone. Returns its name in the files.
 
         Raises:
             WeightsError: no such tensor, another shape, or a dtype that is none of ``kinds``.
@@ -163,6 +162,7 @@ class Tensors:
             raise broken(file.path, f"shape {info.shape}, the config asks for {shape}", found)
         if info.dtype.name not in kinds:
             raise broken(file.path, f"dtype {info.dtype}, must be {_either(kinds)}", found)
+        return found
 
     def has(self, name: str) -> bool:
         """True if there is a tensor ``name``."""
@@ -199,11 +199,11 @@ class Tensors:
 
     def _found(self, name: str) -> str | None:
         """The name in the files, which may have a prefix more or less."""
+        if name in self._files:
+            return name
         bare = _bare(name)
-        for candidate in (name, *(f"{prefix}{bare}" for prefix in PREFIXES)):
-            if candidate in self._files:
-                return candidate
-        return None
+        candidates = (f"{prefix}{bare}" for prefix in PREFIXES)
+        return next((x for x in candidates if x in self._files), None)
 
     def drop_pages(self) -> None:
         """Give back the mapped pages read so far."""
@@ -309,9 +309,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise WeightsError(error.message, field=str(index)) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise broken(index, "has no weight_map object")
+    seen: set[str] = set()
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
             raise broken(index, "its shard is not a file name", tensor)
+        if shard in seen:
+            continue
+        seen.add(shard)
         if Path(shard).name != shard or "\\" in shard or "\0" in shard or shard in (".", ".."):
             raise broken(index, f"shard {shard[:80]!r} is not a plain file name", tensor)
         if not shard.endswith(".safetensors"):

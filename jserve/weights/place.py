@@ -172,7 +172,10 @@ def bad_values(block: np.ndarray, scan: str) -> str | None:
     if scan == "off" or block.size == 0:
         return None
     if scan == "sample":
-        picks = np.arange(0, block.size, -(-block.size // SAMPLE))
+        step = -(-block.size // SAMPLE)
+        if block.flags.c_contiguous:
+            return _verdict(block.reshape(-1)[::step])
+        picks = np.arange(0, block.size, step)
         return _verdict(block[np.unravel_index(picks, block.shape)])
     # In slabs, because the temporaries of a scan over a whole shard would double its memory.
     flags = ["external_loop", "buffered"]
