@@ -87,7 +87,7 @@ def _attend(q, pool, table, first, start, count, row_I, skip_I, n_1, out, *, til
         place = n_1[0] - 1 - lax.axis_index("i")
         row, skip = row_I[place], skip_I[place]
         unit = _unit(tile, row, skip, start[row], count[row])
-        y = first[row] * tile.N + skip
+        y = pl.multiple_of(first[row] * tile.N + skip, ROW_GROUP)
 
         @pl.when(wg < TEAM)
         def _():
@@ -125,4 +125,5 @@ def _copy(out: Any, y: Any, left: Any, room: Any, columns: Any) -> None:
             @pl.when(r < left)
             def _(r=r):
                 some = room.at[pl.ds(r, ROW_GROUP)]
-                plgpu.copy_smem_to_gmem(some, out.at[pl.ds(y + r, ROW_GROUP), columns])
+                here = pl.ds(pl.multiple_of(y + r, ROW_GROUP), ROW_GROUP)
+                plgpu.copy_smem_to_gmem(some, out.at[here, columns])

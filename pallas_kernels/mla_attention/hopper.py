@@ -93,7 +93,7 @@ def scratch(tile: Tile, dtype: Any, out_dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers. ``through``: queries, and in their place results on their way out."""
     results = swizzled(TEAM, M, tile.out_columns(out_dtype), dtype=out_dtype)
     found = {
-        "through": plgpu.RefUnion(swizzled(M, tile.C, dtype=dtype), results),
+        "through": plgpu.RefUnion(swizzled(1, M, tile.C, dtype=dtype), results),
         "ring": swizzled(tile.stages, tile.block, tile.C, dtype=dtype),
         "log_out": plgpu.SMEM((M,), jnp.float32),
         "q_here": plgpu.Barrier(),
@@ -131,9 +131,10 @@ class Shared(NamedTuple):
     tile: Tile
     sm: dict[str, Any]
 
-    @property
-    def queries(self) -> Any:
-        return self.sm["through"][0]
+    def queries(self, zero: Any = 0) -> Any:
+        """[64, C]. ``zero``: a number of which the compiler does not know that it is none. Where they are is then
+        worked out for each block of a loop, and not kept for all of it in a register for each of 36 products."""
+        return self.sm["through"][0].at[zero]
 
     @property
     def results(self) -> Any:
@@ -184,7 +185,7 @@ def _load_q(shared: Shared, n: Any, q: Any) -> None:
     def _() -> None:
         plgpu.barrier_wait(shared.sm["q_free"])
 
-    to = shared.queries.at[pl.ds(0, q.shape[0])]
+    to = shared.queries().at[pl.ds(0, q.shape[0])]
     plgpu.copy_gmem_to_smem(q, to, shared.sm["q_here"])
 
 
@@ -224,7 +225,13 @@ def _block(shared: Shared, unit: Unit, part: Any, i: Any, sums: Sums, *, masked:
     at = (i + unit.base) * tile.block
     plgpu.barrier_wait(sm["here"].at[slot])
     kept = sm["ring"].at[slot]
-    x = flash.scores(shared.queries, kept, tile.scale, 0.0, None)
+    values = kept.at[:, pl.ds(part * tile.columns, tile.columns)]
+    if masked:
+        # First, while no scores take registers.
+        for c in range(0, tile.columns, M):
+            flash.blank(values.at[:, pl.ds(c, M)], at, 0, unit.length)
+    q = shared.queries(jnp.minimum(i - unit.low, 0))
+    x = flash.scores(q, kept, tile.scale, 0.0, None)
     if masked:
 
         def position(row: Any) -> Any:
@@ -232,10 +239,6 @@ def _block(shared: Shared, unit: Unit, part: Any, i: Any, sums: Sums, *, masked:
 
         x = flash.mask(x, at, position, unit.length, None, None)
     p, keep, top, total = flash.weights(x, sums)
-    values = kept.at[:, pl.ds(part * tile.columns, tile.columns)]
-    if masked:
-        for c in range(0, tile.columns, M):
-            flash.blank(values.at[:, pl.ds(c, M)], at, 0, unit.length)
     room = None if tile.register_p else sm["p"].at[part]
     o = flash.weigh(p, sums.o, keep, values, room)
     plgpu.barrier_arrive(sm["free"].at[slot])
