@@ -48,7 +48,21 @@ def attend(
 
 
 def _attend(
-    q, pool, table, start, length, cum, row0, row1, per, o, log_total, *, tile: Tile, line: Line, **sm
+    q,
+    pool,
+    table,
+    start,
+    length,
+    cum,
+    row0,
+    row1,
+    per,
+    o,
+    log_total,
+    *,
+    tile: Tile,
+    line: Line,
+    **sm,
 ):
     """The kernel: one split of the line, one tile of each row's queries."""
     wg, split, m_tile = (lax.axis_index(name) for name in ("wg", "s", "t"))
