@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.flash import M
-from pallas_kernels.mla_attention import chunks as chunk_kernel, hopper, rows as row_kernel
+from pallas_kernels.mla_attention import chunks as chunk_kernel, rows as row_kernel
 from pallas_kernels.mla_attention.hopper import ROW_GROUP, SMEM, TEAM, Tile
 from pallas_kernels.mla_attention.values import LatentPages, LatentSpec
 from pallas_kernels.paged_attention.combine import combine
