@@ -1,4 +1,4 @@
-"""Attention over pages of latents (multi-head latent attention), with queries that have taken in the heads' matrices."""
+"""Multi-head latent attention over paged latents, with queries that have taken in the heads' matrices."""
 
 from pallas_kernels.mla_attention.api import (
     MAX_TOKENS as MAX_TOKENS,

@@ -1,4 +1,4 @@
-"""Latent attention for Hopper in Mosaic GPU: what kernels over decode rows (``rows``) and over chunks (``chunks``) share.
+"""Latent attention for Hopper in Mosaic GPU: what the kernels over decode rows and over chunks share.
 
 It owns one block of the grid: 64 rows of queries, (token, head) pairs of one row of the batch, over a run of blocks of
 64 latents. All heads meet the same latents, so a tile is full of heads and a latent is read once, key and value::
@@ -8,9 +8,9 @@ It owns one block of the grid: 64 rows of queries, (token, head) pairs of one ro
                                p = 2^(S - top)
                                O[64, :A/2] += p page[:, :A/2]   O[64, A/2:] += p page[:, A/2:A]
 
-Sums of 64 rows and 512 columns in float32 are 256 registers a thread, more than a thread may have, so two warpgroups
-hold half of the columns each. Both score all latents: queries and two blocks fill the shared memory (216 of 227 KiB with
-C = 576), so that there is no room for weights to change hands, and neither ever waits for the other: one's softmax runs
+Sums of 64 rows and 512 columns in float32 are 256 registers a thread, more than one may have, so two warpgroups hold
+half of the columns each. Both score all latents: queries and two blocks fill the shared memory (216 of 227 KiB with
+C = 576), which leaves no room for weights to change hands, and neither ever waits for the other: one's softmax runs
 beside the other's products. More than 64 rows, as of 128 heads, are several blocks of the grid, which read the same
 latents at about the same time, from device memory once and then from the L2.
 

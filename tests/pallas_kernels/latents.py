@@ -67,6 +67,7 @@ def run_rows(
         got = kernel(jnp.asarray(q), kept, rows, v.spec)
     assert got.shape == (len(spans), v.J, v.N, v.A)
     got = np.asarray(got, np.float32)
+    assert np.isfinite(got).all()
     for r, (start, count) in enumerate(spans):
         if count == 0:
             assert not got[r].any(), "a row without latents is not zero"

@@ -16,22 +16,19 @@ from tests.pallas_kernels.cases import DECODE, PREFILL, VERIFY, B
 from tests.pallas_kernels.latents import VARIANTS, Latents, run_chunks, run_rows
 
 SMALL = Latents(N=4, A=128, Z=16)
-FULL = ("one head", "small pages")
-"""Variants in the default tier: the narrowest, and one of DeepSeek's sizes. The interpreter takes long for them."""
 
 
-def rows(names: Any) -> list:
-    return [n if n in FULL else pytest.param(n, marks=pytest.mark.slow) for n in names]
+def few(names: Any, *default: str) -> list:
+    """In the default tier the ``default`` ones: the interpreter takes ten seconds for each."""
+    return [n if n in default else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("case", DECODE)
+@pytest.mark.parametrize("case", few(DECODE, "page and block borders", "one long, rest short"))
 def test_decode_rows(case: str) -> None:
     run_rows(SMALL, DECODE[case])
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("case", VERIFY)
+@pytest.mark.parametrize("case", few(VERIFY, "fewer drafts than places"))
 def test_rows_of_several_tokens(case: str) -> None:
     """One tile of three tokens, and rows of two tiles of which the last holds tokens beyond the row's length."""
     run_rows(Latents(N=4, J=3, A=128, Z=16), VERIFY[case])
@@ -42,8 +39,7 @@ def test_rows_of_several_tiles() -> None:
     run_rows(Latents(N=48, J=3, A=128, Z=16), ((62, 1), (B - 1, 3), (0, 2), (0, 0)))
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("case", PREFILL)
+@pytest.mark.parametrize("case", few(PREFILL, "prefixes of all kinds"))
 def test_chunks_of_prompts(case: str) -> None:
     run_chunks(SMALL, PREFILL[case])
 
@@ -55,14 +51,14 @@ def test_chunks_of_any_number_of_heads(N: int) -> None:
     run_chunks(Latents(N=N, A=128, Z=32), ((B - 2, 5), (0, 1), (0, 0), (3, 9)), gap=1)
 
 
-@pytest.mark.parametrize("name", rows(VARIANTS))
+@pytest.mark.parametrize("name", few(VARIANTS, "v2-lite"))
 def test_variants_of_rows(name: str) -> None:
     """A row that crosses a block, one that begins, one that uses fewer places, one of nobody."""
     v = VARIANTS[name]
     run_rows(v, ((2 * B - 2, v.J), (0, v.J), (70, min(2, v.J)), (0, 0)))
 
 
-@pytest.mark.parametrize("name", rows(VARIANTS))
+@pytest.mark.parametrize("name", few(VARIANTS))
 def test_variants_of_chunks(name: str) -> None:
     run_chunks(VARIANTS[name], ((100, 7), (0, 3), (B, 1), (0, 0)), gap=2)
 
