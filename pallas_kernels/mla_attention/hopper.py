@@ -122,11 +122,11 @@ class Unit(NamedTuple):
     base: Any
     """Turns such a number into one of the row's own blocks."""
     low: Any
-    """What the first of all of them is counted as."""
+    """The number of the first block that the block of the grid reads."""
 
 
 class Shared(NamedTuple):
-    """What the parts of a kernel know of the block of the grid that they run in."""
+    """The shared memory of a block of the grid, for the parts of a kernel."""
 
     tile: Tile
     sm: dict[str, Any]
