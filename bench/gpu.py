@@ -51,6 +51,7 @@ STAGES: dict[str, Stage] = {
     "graphs": Stage("bench.gpu_steps", "graphs", 60, "how later stages record CUDA graphs"),
     "decode_numerics": Stage("bench.gpu_kernels", "decode_numerics", 75, "rel < 1e-2, stable"),
     "prefill_numerics": Stage("bench.gpu_kernels", "prefill_numerics", 75, "rel < 1e-2, stable"),
+    "mla_numerics": Stage("bench.gpu_latents", "mla_numerics", 75, "rel < 1e-2, stable"),
     "step_numerics": Stage("bench.gpu_steps", "step_numerics", 75, "same tokens as ref"),
     "decode_times": Stage("bench.gpu_kernels", "decode_times", 60, "92 % of read bandwidth"),
     "steps_1b": Stage("bench.gpu_steps", "steps_1b", 100, "batch 1: 1300 tok/s"),
@@ -60,6 +61,7 @@ STAGES: dict[str, Stage] = {
     "prefill_times": Stage("bench.gpu_kernels", "prefill_times", 60, "FlashAttention-3 beside it"),
     "attention_peers": Stage("bench.gpu_attention_peers", "attention_peers", 90, "what to beat"),
     "serving": Stage("bench.gpu_serving", "serving", 240, "tokens a second over HTTP"),
+    "mla_times": Stage("bench.gpu_latents", "mla_times", 60, "80 % of bytes, 550 TFLOP/s"),
     "experts_numerics": Stage("bench.gpu_experts", "experts_numerics", 60, "rel < 1e-2, stable"),
     "experts_times": Stage("bench.gpu_experts", "experts_times", 90, "85 % of bytes, 600 TFLOP/s"),
     "steps_30b_a3b": Stage("bench.gpu_steps", "steps_30b_a3b", 150, "batch 1: 495 tok/s, 64: 75 %"),
@@ -71,6 +73,7 @@ STAGES: dict[str, Stage] = {
     "decode_tune": Stage("bench.gpu_kernels", "decode_tune", 60, "new figures for tune.json"),
     "prefill_tune": Stage("bench.gpu_kernels", "prefill_tune", 60, "new figures for tune.json"),
     "experts_tune": Stage("bench.gpu_experts", "experts_tune", 60, "new figures for tune.json"),
+    "mla_tune": Stage("bench.gpu_latents", "mla_tune", 45, "new figures for tune.json"),
     "candidate_tune": Stage("bench.gpu_candidates", "candidate_tune", 60, "new tune.json figures"),
     "profile": Stage("bench.gpu_steps", "profile", 60, "what the step's time goes to"),
 }

@@ -89,6 +89,7 @@ ROWS = (
     Row("verify", r"8b, .* (verify|tree) of \d+", _verified),
     Row("decode_times", r".*", _rate),
     Row("prefill_times", r".*", _rate),
+    Row("mla_times", r".*", _rate),
     Row("attention_peers", r".*", _rate),
     Row("steps_30b_a3b", r"30b-a3b, (batch .*|mixed .*)", _step),
     Row("steps_v2_lite", r"v2-lite, (batch .*|mixed .*)", _step),
@@ -100,6 +101,7 @@ ROWS = (
 NUMERICS = (
     "decode_numerics",
     "prefill_numerics",
+    "mla_numerics",
     "step_numerics",
     "experts_numerics",
     "candidate_numerics",

@@ -59,7 +59,9 @@ CONFIGS = {
     "v2-lite": SHAPES["deepseek-v2-lite"],
     "tiny": _TINY,
     "tiny 30b-a3b": SHAPES["qwen3-30b-a3b"] | _TINY_EXPERTS | {"num_experts": 8},
-    "tiny v2-lite": SHAPES["deepseek-v2-lite"] | _TINY_EXPERTS | {"n_routed_experts": 8},
+    "tiny v2-lite": SHAPES["deepseek-v2-lite"]
+    | _TINY_EXPERTS
+    | {"n_routed_experts": 8, "kv_lora_rank": 128},
 }
 FAMILIES: dict[str, Family] = {name: family_for(config) for name, config in CONFIGS.items()}
 ARCHS: dict[str, Arch] = {name: FAMILIES[name].arch(config) for name, config in CONFIGS.items()}

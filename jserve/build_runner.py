@@ -149,7 +149,7 @@ def with_attention(
         name = "dense"
     if name in KERNELS:
         heads = (arch.H, arch.N // arch.K, page_size, str(kv_dtype(config, dtype)))
-        fault = selftest.fault(selftest.command(name, *heads, experts))
+        fault = selftest.fault(selftest.command(name, *heads, experts, _latent(arch)))
         name, reason = ("dense", fault) if fault else (name, reason)
     if name != "hopper":
         log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
@@ -166,6 +166,12 @@ def _experts(arch: Arch, parts: int) -> tuple[int, int] | None:
 
     F = widths[0] // parts
     return (arch.D, F) if serves(arch.D, F) else None
+
+
+def _latent(arch: Arch) -> tuple[int, int, int, int] | None:
+    """As ``selftest.LatentSizes``; None: there are no latents."""
+    found = next((x.attn.latent for x in arch.layers if x.attn.latent is not None), None)
+    return None if found is None else (found.own, found.turned, found.rank, found.value)
 
 
 def loop_over_experts(

@@ -17,7 +17,7 @@ import numpy as np
 from jserve.errors import ConfigError
 from jserve.kv_layout import Span
 from jserve.model import latent_pool
-from jserve.model.arch import Arch, Moe
+from jserve.model.arch import Arch, Latent, Moe
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import Bucket, StepDims, StepView
 
@@ -165,6 +165,7 @@ class AttentionBackend:
     for_experts: True where these are all that it has beyond another backend.
     check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
+    check_latent: (``Latent``, dtype as stored, shape of the trees) -> None, as ``check``, of latent attention.
     """
 
     name: str
@@ -184,6 +185,7 @@ class AttentionBackend:
     experts: ExpertKernel | None = None
     for_experts: bool = False
     check: Callable[[int, Any, TreeShape], None] = lambda *_: None
+    check_latent: Callable[[Latent, Any, TreeShape], None] = lambda *_: None
 
     def pool_shape(self, heads: int, width: int, n_pages: int, page_size: int) -> tuple[int, ...]:
         """As ``kv_shape``, also of an array without heads (``KVArray``)."""
@@ -228,6 +230,8 @@ def check_layers(attention: AttentionBackend, arch: Arch, stored: Any, tree: Tre
                 f" {arch.family}, dense does",
                 field="attention_backend",
             )
+        else:
+            attention.check_latent(kind.latent, stored, tree)
 
 
 _BACKENDS: dict[str, str] = {

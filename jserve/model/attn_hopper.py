@@ -1,4 +1,5 @@
-"""Paged attention with the Pallas kernels for Hopper: one kernel for decode rows, one for prefill rows.
+"""Paged attention with the Pallas kernels for Hopper: one kernel for decode rows, one for prefill rows, and of both
+kinds one over latents.
 
 It owns the way from a step to the kernels' arguments. A layer's keys are [P, K, Z, H] (``kv_pool``) in bfloat16,
 float16 or e4m3, so a kv head's share of a page is one contiguous run. The step picks kernels by what the bucket
@@ -6,6 +7,7 @@ holds::
 
     T   |d0 d0 d1 d1 ...           |f0 f0 f0 f0 f1 f1 pad|
           paged_attention [D, J]     ragged_prefill [P]         a part of no tokens has no kernel
+          mla_attention [D, J]       mla_chunks [P]             over latents, absorbed (``attn_latent``)
 
 Needs jax 0.11 or later and the wheel's kernels; on a CPU the Mosaic interpreter runs them, far too
 slowly for anything but tests.
@@ -22,14 +24,29 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model import moe_hopper
-from jserve.model.attention import AttendArgs, AttentionBackend, ExpertKernel, LayerKV
+from jserve.model.arch import Latent
+from jserve.model.attention import (
+    AttendArgs,
+    AttentionBackend,
+    ExpertKernel,
+    LatentArgs,
+    LayerKV,
+)
 from jserve.model.attn_dense import DENSE
+from jserve.model.attn_latent import absorbed, with_values
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.kv_bytes import BYTES
 from jserve.model.kv_pool import kv_shape, move, write_kv
 from jserve.model.kv_quant import E4M3
 from jserve.model.view import StepView
 from pallas_kernels.launch import interpreter
+from pallas_kernels.mla_attention import (
+    LatentPages,
+    LatentSpec,
+    mla_attention,
+    mla_chunks,
+    unserved as unserved_latents,
+)
 from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
 from pallas_kernels.served import HEAD_DIMS, WIDEST_SPECIAL
@@ -77,6 +94,38 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     return jnp.concatenate(parts)
 
 
+def attend_latent(
+    args: LatentArgs, pool_PZC: jax.Array, view: StepView, *, interpret: Any = None
+) -> jax.Array:
+    """float32[T, N, V]; zero for padding tokens. Absorbed, whatever the step: chunks of any length meet latents as they
+    are kept."""
+    assert view.tree is None, "refused at start"
+    D, J, n, parts = view.D, view.J, view.D * view.J, []
+    # ``absorbed`` scales the queries.
+    spec = LatentSpec(rank=args.k_up_NHA.shape[2], scale=1.0, interpret=interpret)
+    if D:
+        q_TNC = absorbed(args, slice(0, n))
+        o_DJNA = mla_attention(
+            q_TNC.reshape(D, J, *q_TNC.shape[1:]),
+            LatentPages(pool_PZC, placed(view.page_table_RM[:D])),
+            Rows(placed(view.start_R[:D]), placed(view.kv_len_R[:D])),
+            spec,
+            dtype=args.v_up_NVA.dtype,
+        )
+        parts.append(with_values(args, o_DJNA.reshape(n, *o_DJNA.shape[2:])))
+    if view.P:
+        first_F = view.first_R[D:] - n
+        o_PNA = mla_chunks(
+            absorbed(args, slice(n, None)),
+            LatentPages(pool_PZC, placed(view.page_table_RM[D:])),
+            Chunks(first_F, placed(view.start_R[D:]), placed(view.count_R[D:])),
+            spec,
+        )
+        parts.append(with_values(args, o_PNA))
+    # Nobody writes the rows of padding, which are no sequence's.
+    return jnp.where((view.pos_T >= 0)[:, None, None], jnp.concatenate(parts), 0.0)
+
+
 def placed(numbers: jax.Array) -> jax.Array:
     """The same numbers, none of them negative, with a place of their own. A part of another array (the step's buffer,
     or what all rows have) would have XLA wrap the call in a dynamic-slice fusion, a node of the graph that is updated
@@ -106,6 +155,24 @@ def check(H: int, stored_as: Any, tree: TreeShape) -> None:
         )
 
 
+def check_latent(latent: Latent, stored_as: Any, tree: TreeShape) -> None:
+    """``check`` of latent attention."""
+    if jnp.dtype(stored_as).itemsize == 1:
+        raise ConfigError(
+            "kv_cache_dtype: attention_backend hopper serves latents of 16 bits, dense these too",
+            field="kv_cache_dtype",
+        )
+    if tree:
+        raise ConfigError(
+            "speculative.tree: attention_backend hopper serves no trees over latents, dense does",
+            field="speculative.tree",
+        )
+    if reason := unserved_latents(latent.rank, latent.width, stored_as):
+        raise ConfigError(
+            f"attention_backend hopper: {reason}; dense serves them", field="attention_backend"
+        )
+
+
 def hopper(platform: str) -> AttentionBackend:
     """The backend for a platform; a CPU gets the interpreter.
 
@@ -123,7 +190,9 @@ def hopper(platform: str) -> AttentionBackend:
         has_sinks=False,
         has_chunks=False,
         check=check,
+        check_latent=check_latent,
         attend=partial(attend, interpret=interpret),
+        attend_latent=partial(attend_latent, interpret=interpret),
         experts=_experts(interpret),
     )
 

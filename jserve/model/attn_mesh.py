@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jserve.model.attention import OVER_HEADS, AttendArgs, AttentionBackend, LayerKV
+from jserve.model.attention import OVER_HEADS, AttendArgs, AttentionBackend, LatentArgs, LayerKV
 from jserve.model.mesh import MeshAxis
 from jserve.model.view import StepView
 
@@ -46,7 +46,14 @@ def over_heads(backend: AttentionBackend, mesh: Mesh, axis: MeshAxis) -> Attenti
         specs = (heads, heads, PartitionSpec(axis), pool, WHOLE)
         return run(each, specs, heads, args.q_TNH, far_TNH, args.sink_logits_N, kv, view)
 
-    return replace(backend, write_kv=write_kv, attend=attend)
+    def attend_latent(args: LatentArgs, pool_PZC: jax.Array, view: StepView) -> jax.Array:
+        each = partial(_attend_latent, backend, args.scale)
+        by_head = PartitionSpec(axis)
+        specs = (heads, heads, by_head, by_head, WHOLE, WHOLE)
+        queries, matrices = (args.q_TNH, args.q_TNY), (args.k_up_NHA, args.v_up_NVA)
+        return run(each, specs, heads, *queries, *matrices, pool_PZC, view)
+
+    return replace(backend, write_kv=write_kv, attend=attend, attend_latent=attend_latent)
 
 
 def _attend(
@@ -62,3 +69,19 @@ def _attend(
     sinks = args.sinks and replace(args.sinks, q_TNH=far_TNH)
     own = replace(args, q_TNH=q_TNH, sinks=sinks, sink_logits_N=sink_logits_N)
     return backend.attend(own, kv, view)
+
+
+def _attend_latent(
+    backend: AttentionBackend,
+    scale: float,
+    q_TNH: jax.Array,
+    q_TNY: jax.Array,
+    k_up_NHA: jax.Array,
+    v_up_NVA: jax.Array,
+    pool_PZC: jax.Array,
+    view: StepView,
+) -> jax.Array:
+    """Of the heads of one device, over latents that each device holds."""
+    assert backend.attend_latent is not None, "checked at start"
+    own = LatentArgs(q_TNH=q_TNH, q_TNY=q_TNY, k_up_NHA=k_up_NHA, v_up_NVA=v_up_NVA, scale=scale)
+    return backend.attend_latent(own, pool_PZC, view)

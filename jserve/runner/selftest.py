@@ -11,6 +11,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jserve.xla import beside_parent
 
@@ -24,12 +25,23 @@ APART = 2e-2
 """Largest difference over the largest number, for 16-bit keys and values."""
 
 
+LatentSizes = tuple[int, int, int, int]
+"""Of latent attention: numbers of a head's own key, of the shared one, of a latent, of a head's value."""
+
+
 def command(
-    name: str, H: int, G: int, page_size: int, dtype: str, experts: tuple[int, int] | None = None
+    name: str,
+    H: int,
+    G: int,
+    page_size: int,
+    dtype: str,
+    experts: tuple[int, int] | None = None,
+    latent: LatentSizes | None = None,
 ) -> list[str]:
     """The command that runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
-    as ``dtype``; ``experts``: the width of the model, and a device's share of that of an expert, if it has any."""
-    case = (name, H, G, page_size, dtype, experts)
+    as ``dtype``; ``experts``: the width of the model, and a device's share of that of an expert, if it has any;
+    ``latent``: of latents, which ``G`` heads share."""
+    case = (name, H, G, page_size, dtype, experts, latent)
     return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
 
 
@@ -63,7 +75,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def differs(
-    name: str, H: int, G: int, page_size: int, dtype: str, experts: tuple[int, int] | None = None
+    name: str,
+    H: int,
+    G: int,
+    page_size: int,
+    dtype: str,
+    experts: tuple[int, int] | None = None,
+    latent: LatentSizes | None = None,
 ) -> str:
     """Run the cases in this process; returns those that differ from the reference, and by how much."""
     import jax
@@ -80,7 +98,8 @@ def differs(
             found.append(f"{case} differs from ref by {apart:.3g} of its largest number")
 
     for case, rows in CASES.items() if attends else ():
-        judge(case, *(_outputs(n, platform, rows, H, G, page_size, dtype) for n in ("ref", name)))
+        heads = (H, G, page_size, dtype, latent)
+        judge(case, *(_outputs(n, platform, rows, *heads) for n in ("ref", name)))
     if experts is not None:
         judge("experts", *(_experts(n, platform, *experts) for n in ("ref", name)))
     return ", ".join(found)
@@ -103,39 +122,79 @@ def _outputs(
     G: int,
     page_size: int,
     dtype: str,
+    latent: LatentSizes | None,
 ):
-    """float32[tokens, N, H] of a step over two kv heads, random KV of unit size."""
+    """float32[tokens, N, H] of a step over two kv heads, random KV of unit size; or [tokens, G, V] over latents."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jserve.model.attention import AttendArgs, backend
+    from jserve.model.attention import backend
     from jserve.model.hand import Row, pack
-    from jserve.model.kv_quant import stored
     from jserve.model.slots import empty
     from jserve.model.view import Bucket, StepDims, layout, unpack
 
-    attn, K, M = backend(name, platform), 2, -(-320 // page_size)
+    attn, M = backend(name, platform), -(-320 // page_size)
     dims = StepDims(C=4, M=M, Z=page_size, V=8)
     bucket = Bucket(D=4, P=0, F=0) if rows[0] else Bucket(D=0, P=256, F=2)
     rng, n_pages = np.random.default_rng(1), 4 * M + 1
     pages = iter(rng.permutation(n_pages - 1) + 1)
     made = [[Row([next(pages) for _ in range(M)], s, [1] * n) for s, n in part] for part in rows]
-    pool_PZKH = rng.standard_normal((2, n_pages, page_size, K, H)).astype(np.float32)
-    pool = pool_PZKH.swapaxes(2, 3) if attn.kv_axis == 1 else pool_PZKH
-    q, k, v = (rng.standard_normal((bucket.T, n, H)).astype(np.float32) for n in (K * G, K, K))
+    kept, T = attn.kv_dtype(jnp.dtype(dtype)), bucket.T
+    sizes = (n_pages, page_size)
+    run, drawn = (
+        _over_heads(attn, kept, H, G) if latent is None else _over_latents(attn, kept, G, latent)
+    )
+    arrays = [rng.standard_normal((*(sizes if pool else (T,)), *s)) for pool, s in drawn]
     fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
-    kept = attn.kv_dtype(jnp.dtype(dtype))
 
     @jax.jit
-    def step(buf, pool, q, k, v):
+    def step(buf, arrays):
         view = unpack(buf, fields, bucket, dims, empty(4, dims.V))
-        q, k, v = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v))
-        kv = attn.write_kv((stored(pool[0], kept), stored(pool[1], kept)), k, v, view)
-        return attn.attend(AttendArgs(q_TNH=q, window=0, scale=H**-0.5), kv, view), view.pos_T
+        return run(view, *arrays), view.pos_T
 
-    out, pos_T = step(pack(bucket, dims, attn, *made), pool, q, k, v)
+    arrays = [jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for x in arrays]
+    out, pos_T = step(pack(bucket, dims, attn, *made), arrays)
     return np.asarray(out, np.float32)[np.asarray(pos_T) >= 0]
+
+
+def _over_heads(attn, kept, H: int, G: int):
+    """A step's attention of two kv heads, as a function of the view and arrays, and of these whether they have pages
+    or else tokens, and what an entry is."""
+    from jserve.model.attention import AttendArgs
+    from jserve.model.kv_quant import stored
+
+    def run(view, keys, values, q, k, v):
+        pools = ((x.swapaxes(1, 2) if attn.kv_axis == 1 else x) for x in (keys, values))
+        kv = attn.write_kv(tuple(stored(x, kept) for x in pools), k, v, view)
+        return attn.attend(AttendArgs(q_TNH=q, window=0, scale=H**-0.5), kv, view)
+
+    K = 2
+    return run, [(True, (K, H))] * 2 + [(False, (K * G, H)), (False, (K, H)), (False, (K, H))]
+
+
+def _over_latents(attn, kept, N: int, latent: LatentSizes):
+    """``_over_heads`` of latents that N heads share. Their matrices are made of keys of their own."""
+    import jax
+    import jax.numpy as jnp
+
+    from jserve.model import latent_pool
+    from jserve.model.attention import LatentArgs
+    from jserve.model.kv_quant import stored
+
+    own, shared, A, V = latent
+    k_up, v_up = (
+        jax.random.normal(jax.random.key(n), (N, n, A), jnp.bfloat16) * A**-0.5 for n in (own, V)
+    )
+
+    def run(view, pool, q, q_shared, x):
+        args = LatentArgs(
+            q_TNH=q, q_TNY=q_shared, k_up_NHA=k_up, v_up_NVA=v_up, scale=(own + shared) ** -0.5
+        )
+        return attn.attend_latent(args, latent_pool.write(stored(pool, kept), x, view), view)
+
+    width = (A + shared,)
+    return run, [(True, width), (False, (N, own)), (False, (N, shared)), (False, width)]
 
 
 def _experts(name: str, platform: str, D: int, F: int):
@@ -163,11 +222,9 @@ def _experts(name: str, platform: str, D: int, F: int):
     return np.asarray(one(p, x_TD, expert_TX.astype(np.int32), weight_TX))
 
 
-def main(
-    name: str, H: int, G: int, page_size: int, dtype: str, experts: tuple[int, int] | None = None
-) -> None:
-    """The child's side: exits with 0, or with ``WRONG`` and what differs on stderr."""
-    found = differs(name, H, G, page_size, dtype, experts)
+def main(*case: Any) -> None:
+    """The child's side, with arguments of ``command``: exits with 0, or with ``WRONG`` and what differs on stderr."""
+    found = differs(*case)
     if found:
         print(found, file=sys.stderr)
     sys.exit(WRONG if found else 0)

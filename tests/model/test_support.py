@@ -7,6 +7,7 @@ That what is in a cell also computes the right thing is shown by ``test_family_s
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,8 +105,9 @@ def test_hopper(
     hopper = attn_hopper.hopper("gpu")
 
     def check(arch: Arch) -> None:
-        plain = arch.layers[0].attn.latent is None
-        check_layers(hopper, resized(arch, H=128) if plain else arch, jnp.bfloat16, ())
+        latent = arch.layers[0].attn.latent
+        wide = None if latent is None else dataclasses.replace(latent, rank=512, turned=64)
+        check_layers(hopper, resized(arch, H=128, latent=wide), jnp.bfloat16, ())
 
     served = all(is_served(lambda a=a: check(a)) for a in archs(architecture))
     assert table[architecture]["`hopper`"] == served

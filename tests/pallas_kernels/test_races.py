@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import interpreter, plgpu
 from tests.pallas_kernels import (
+    latents,
     test_kv_write as kv_write,
     test_paged_attention as decode,
     test_quant_matmul as product,
@@ -27,11 +28,14 @@ from tests.pallas_kernels.rows import F8
 ROWS = ((200, 1), (5, 1), (0, 0), (70, 1), (3, 1))
 ALL = {"sms": 1, "stages": 2}
 """One team for all rows of a kv head, so that every ring goes round."""
+NARROW = latents.Latents(N=2, A=128, Z=16)
 CASES: dict[str, Callable[[], None]] = {
     "decode": lambda: decode.run(ROWS, K=2, tune=ALL),
     "decode, 8 bits": lambda: decode.run(ROWS, K=2, dtype=F8, scaled=True, tune=ALL),
     "prefill": lambda: prefill.run(((130, 30), (0, 40), (0, 0))),
     "prefill, 8 bits": lambda: prefill.run(((130, 30), (0, 40)), dtype=F8, scaled=True),
+    "latents": lambda: latents.run_rows(NARROW, ROWS, tune=ALL),
+    "latents, chunks": lambda: latents.run_chunks(NARROW, ((130, 30), (0, 20))),
     "product": lambda: product.test_values("a ring that goes round", "hopper"),
     "kv write": lambda: kv_write.test_values_and_places("8 bits"),
     "bound": lambda: threshold.test_one_is_the_largest_alone_even_among_ties(),
@@ -40,7 +44,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 @pytest.fixture
 def races(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_write, decode, product, prefill, threshold):
+    for module in (latents, kv_write, decode, product, prefill, threshold):
         monkeypatch.setattr(module, "interpreter", partial(interpreter, detect_races=True))
 
 
