@@ -23,6 +23,7 @@ from jserve.model.attention import AttentionBackend, backend, check_layers
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
+from jserve.model.kv_bytes import BYTES, decode
 from jserve.model.kv_quant import stored
 from jserve.model.mesh import make_mesh
 from jserve.model.shard import ShardRules
@@ -33,6 +34,7 @@ from jserve.runner.state import new_state
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS, Roofline
 from jserve.weights.dummy import draw_all
+from pallas_kernels.int8_pages import decoded
 
 _TINY = {
     **SHAPES["llama-3.2-1b"],
@@ -120,9 +122,12 @@ class Rig:
             P, Z = bad_PZ.shape
             swaps = heads_second and old.ndim == 4  # latents have no heads
             rest = old.shape[1::2] if swaps else old.shape[2:]
+            width, H = rest[-1], self.arch.H if self.arch.kv_forms else rest[-1]
+            rest = (*rest[:-1], H)
             x = jax.random.normal(key, (P, Z, *rest), jnp.bfloat16)
             x = jnp.where(bad_PZ.reshape(P, Z, *[1] * len(rest)), jnp.nan, x)
-            return stored(x.swapaxes(1, 2) if swaps else x, kept)
+            x = stored(x.swapaxes(1, 2) if swaps else x, kept, width)
+            return self.model.backend.arranged(x)
 
         dims, n_pages = self.model.dims, self.model.n_pages
         bad = jnp.zeros((n_pages, dims.Z), bool) if poison is None else jnp.asarray(poison)
@@ -132,6 +137,14 @@ class Rig:
             for layer, two in zip(self.state.kv, keys, strict=True)
         ]
         self.state = DeviceState(kv=kv, slots=self.state.slots)
+
+    def last_keys(self) -> np.ndarray:
+        """float32[P, Z, K, H]: those that the last layer has stored."""
+        keys, attn = self.state.kv[-1][0], self.model.backend
+        if keys.dtype == BYTES:
+            keys = decoded(keys) if "hopper" in attn.name else decode(keys, self.arch.H)
+        found = np.asarray(keys, np.float32)
+        return found.swapaxes(1, 2) if attn.kv_axis == 1 else found
 
     def compile(self, bucket: Bucket) -> float:
         """Compile a step as the engine does, if it is new. Returns the seconds."""
@@ -190,7 +203,7 @@ def _attention(arch: Arch, name: str, kv_dtype: Any) -> AttentionBackend:
     platform = jax.devices()[0].platform
     found = backend(name, platform)
     try:
-        check_layers(found, arch, found.kv_dtype(kv_dtype), ())
+        check_layers(found, arch, found.kv_dtype(kv_dtype), (), 64)
     except ConfigError:
         return backend("xla" if platform == "cpu" else "dense_experts", platform)
     return found

@@ -268,7 +268,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             "attention_sinks do not go with trees of drafts, only with chains",
             field="attention_sinks",
         )
-    check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
+    check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree, model.dims.Z)
     check_layout(model.family, model.arch, model.axes)
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")

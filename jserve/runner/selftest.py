@@ -28,7 +28,8 @@ def command(
     name: str, H: int, G: int, page_size: int, dtype: str, experts: tuple[int, int] | None = None
 ) -> list[str]:
     """The command that runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
-    as ``dtype``; ``experts``: the width of the model, and a device's share of that of an expert, if it has any."""
+    as ``dtype`` or in the form of that name; ``experts``: the width of the model, and a device's share of that of an
+    expert, if it has any."""
     case = (name, H, G, page_size, dtype, experts)
     return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
 
@@ -109,8 +110,10 @@ def _outputs(
     import jax.numpy as jnp
     import numpy as np
 
+    from jserve.kv_layout import KV_FORMS, stored_width
     from jserve.model.attention import AttendArgs, backend
     from jserve.model.hand import Row, pack
+    from jserve.model.kv_bytes import BYTES
     from jserve.model.kv_quant import stored
     from jserve.model.slots import empty
     from jserve.model.view import Bucket, StepDims, layout, unpack
@@ -125,13 +128,16 @@ def _outputs(
     pool = pool_PZKH.swapaxes(2, 3) if attn.kv_axis == 1 else pool_PZKH
     q, k, v = (rng.standard_normal((bucket.T, n, H)).astype(np.float32) for n in (K * G, K, K))
     fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
-    kept = attn.kv_dtype(jnp.dtype(dtype))
+    in_form = dtype in KV_FORMS
+    kept = attn.kv_dtype(BYTES if in_form else jnp.dtype(dtype))
+    width = stored_width(dtype, H) if in_form else H
 
     @jax.jit
     def step(buf, pool, q, k, v):
         view = unpack(buf, fields, bucket, dims, empty(4, dims.V))
         q, k, v = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v))
-        kv = attn.write_kv((stored(pool[0], kept), stored(pool[1], kept)), k, v, view)
+        kv = [attn.arranged(stored(x, kept, width)) for x in pool]
+        kv = attn.write_kv(tuple(kv), k, v, view)
         return attn.attend(AttendArgs(q_TNH=q, window=0, scale=H**-0.5), kv, view), view.pos_T
 
     out, pos_T = step(pack(bucket, dims, attn, *made), pool, q, k, v)

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
+from pallas_kernels.int8_pages import pools_of
 from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
 from pallas_kernels.registers import set_compute, set_load
 from pallas_kernels.spec import Pages, Rows
@@ -66,6 +67,8 @@ class Tile:
     """The visibility of the newest keys for the J tokens; None: they are a chain."""
     widens: bool = False
     """KV has 8 bits: the warpgroup that computes makes the 16-bit values that are multiplied."""
+    scaled: bool = False
+    """These are int8 with a scale for each key and value (``int8_pages``)."""
     register_p: bool = True
     """Weights stay in registers and sums in the accumulator. The interpreter knows only the other
     way, through shared memory and a fresh accumulator."""
@@ -97,6 +100,11 @@ class Tile:
     def copies(self) -> int:
         """Of a block of keys: one a page, or one in all."""
         return self.block // flash.page_rows(self.Z, self.block)
+
+    @property
+    def arrivals(self) -> int:
+        """Copies of a block of keys, those of its scales included."""
+        return self.copies * (2 if self.scaled else 1)
 
     @property
     def heads(self) -> int:
@@ -189,6 +197,7 @@ def attend(
     slots = rows.len_D.shape[0] + tile.splits
     row = jax.ShapeDtypeStruct((slots, tile.partial_rows), jnp.float32)
     sums = jax.ShapeDtypeStruct((slots, tile.partial_rows, tile.H), jnp.float32)
+    pools, floats = pools_of(pages, tile.H)
     return plgpu.kernel(
         partial(_attend, tile=tile),
         out_type=(sums, row),
@@ -199,12 +208,12 @@ def attend(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=_scratch(tile, q_DKQH.dtype, pages.keys_PKZH.dtype),
-    )(q_DKQH, *pages, *rows, *work)
+    )(q_DKQH, *pools, *floats, pages.table_RM, *rows, *work)
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     room = partial(swizzled, dtype=dtype)
-    teams, copies = tile.teams, tile.copies
+    teams = tile.teams
     ring = swizzled(teams, tile.stages, tile.block, tile.H, dtype=kv_dtype)
     scratch = {
         "q_in": room(teams, tile.q_stages, M, tile.H),
@@ -214,12 +223,14 @@ def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         "log_out": plgpu.SMEM((teams, M), jnp.float32),
         "q_here": plgpu.Barrier(num_barriers=teams * tile.q_stages),
         "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.q_stages),
-        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
-        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
+        "k_here": plgpu.Barrier(num_arrivals=tile.arrivals, num_barriers=teams * tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=tile.arrivals, num_barriers=teams * tile.stages),
         "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.stages),
     }
     for name in ("k_wide", "v_wide") if tile.widens else ():
         scratch[name] = room(teams, tile.block, tile.H)
+    for name in ("k_scale", "v_scale") if tile.scaled else ():
+        scratch[name] = plgpu.SMEM((teams, tile.stages, tile.block), jnp.float32)
     if not tile.register_p:
         scratch["p"] = room(teams, tile.warpgroups, M, tile.block)
     return scratch
@@ -267,10 +278,10 @@ class _Segment(NamedTuple):
     base: Any
 
 
-def _attend(
-    q, keys, values, table, start, length, cum, first, row0, row1, per, o, log_total, *, tile, **sm
-):
+def _attend(q, keys, values, k_floats, v_floats, table, start, length, *work_and_out, tile, **sm):
     """The kernel: one block of the grid."""
+    cum, first, row0, row1, per, o, log_total = work_and_out
+    pools = (("k", keys, k_floats), ("v", values, v_floats))
     wg = lax.axis_index("wg")
     n_compute = tile.teams * tile.warpgroups
 
@@ -309,7 +320,7 @@ def _attend(
 
         def load(seg: _Segment, n) -> None:
             _load_q(team, q.at[seg.row, team.head, pl.ds(team.m_tile * M, tile.tile_rows)], n)
-            _load(team, keys, values, table, length[seg.row], seg)
+            _load(team, pools, table, length[seg.row], seg)
 
         n = segments(team, load)
         n_blocks = jnp.clip(cum[table.shape[0]] - team.low, 0, per[0])
@@ -352,7 +363,7 @@ def _load_q(team: _Team, q, n) -> None:
     plgpu.copy_gmem_to_smem(q, to, team.barrier("q_here", slot))
 
 
-def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
+def _load(team: _Team, pools, table, length, seg: _Segment) -> None:
     """Copy the segment's blocks, ``stages`` ahead of the computation. Page ids are read one block
     ahead of their use where registers suffice; those past the row's end repeat its last page (masked
     later)."""
@@ -372,9 +383,14 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
         def _():
             plgpu.barrier_wait(team.barrier("free", slot))
 
-        for pool, name in ((keys, "k"), (values, "v")):
+        for name, pool, floats in pools:
             to, here = team.room(name).at[slot], team.barrier(f"{name}_here", slot)
             flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
+            if tile.scaled:
+                to = team.room(f"{name}_scale").at[slot]
+                flash.copy_scales(
+                    ids, floats, team.head, i + seg.base, to, here, tile.Z, tile.block
+                )
         return following
 
     lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin) if early else ())
@@ -415,15 +431,21 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     at = (i + base) * tile.block
     _arrived(team, "k", slot)
     issued = partial(_arrived, team, "v", slot) if tile.widens else None
-    x = flash.scores(q, _multiplied(team, "k", slot), tile.scale, tile.soft_cap, issued)
+    of_keys = team.room("k_scale").at[slot] if tile.scaled else None
+    x = flash.scores(q, _multiplied(team, "k", slot), tile.scale, tile.soft_cap, issued, of_keys)
+    low = start + (tile.base - tile.window + 1) if tile.window else 0
     if masked:
         x = _mask(team, x, at, start, length)
     p, keep, m, total = flash.weights(x, sums)
+    if tile.scaled:
+        scales = team.room("v_scale").at[slot]
+        factor = flash.seen_scales(scales, at, low, length) if masked else flash.by_column(scales)
+        p = p * flash.along_columns(factor, p)
+        plgpu.barrier_arrive(team.barrier("free", slot))
     if not tile.widens:
         _arrived(team, "v", slot)
     v = _multiplied(team, "v", slot).at[:, pl.ds(part * tile.chunk, tile.chunk)]
-    if masked:
-        low = start + (tile.base - tile.window + 1) if tile.window else 0
+    if masked and not tile.scaled:
         flash.blank(v, at, low, length)
     room = None if tile.register_p else team.room("p").at[part]
     o = flash.weigh(p, sums.o, keep, v, room)
@@ -433,11 +455,12 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
 
 
 def _arrived(team: _Team, name: str, slot: Any) -> None:
-    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free."""
+    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free, but for scales
+    that are yet to be read."""
     plgpu.barrier_wait(team.barrier(f"{name}_here", slot))
     if team.tile.widens:
         flash.widen(team.room(name).at[slot], team.room(f"{name}_wide"))
-        if name == "v":
+        if name == "v" and not team.tile.scaled:
             plgpu.barrier_arrive(team.barrier("free", slot))
 
 

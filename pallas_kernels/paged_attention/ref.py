@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.int8_pages import decoded
 from pallas_kernels.paged_attention.tree import Tree
 from pallas_kernels.spec import AttentionSpec, Pages, Rows
 
@@ -58,9 +59,11 @@ def on_path(tree: Tree, start_D: Array, S: int, window: int) -> Array:
 
 def gather(pool_PKZH: Array, table_RM: Array, scales_2K: Array | None, which: int) -> Array:
     """float32[R, M * Z, K, H]: each row's pages one after another, times their scales."""
-    _, K, Z, H = pool_PKZH.shape
+    _, K, Z, _ = pool_PKZH.shape
     R, M = table_RM.shape
-    dense = pool_PKZH[table_RM].astype(jnp.float32).swapaxes(2, 3).reshape(R, M * Z, K, H)
+    pages = pool_PKZH[table_RM.reshape(-1)]
+    pages = decoded(pages) if pages.dtype == jnp.int8 else pages.astype(jnp.float32)
+    dense = pages.swapaxes(1, 2).reshape(R, M * Z, K, -1)
     return dense if scales_2K is None else dense * scales_2K[which][:, None]
 
 

@@ -111,7 +111,7 @@ def test_paged_attention(name: str) -> None:
         more = {"dtype": jnp.bfloat16, **more}
         return paged_attention(q, pages, rows, spec, tree=v.tree, **more)
 
-    pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
+    pool = struct(1024, v.K, v.Z, v.width, dtype=v.dtype)
     q = struct(D, v.tokens, N, v.H)
     tile = tile_of(q, pool, spec, v.tree)
     with tma.recorded() as descriptors:
@@ -162,7 +162,7 @@ def test_ragged_prefill(name: str) -> None:
     def call(q: Any, k: Any, v_: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
         return ragged_prefill(q, Pages(k, v_, table), Chunks(a, b, c), spec, **more)
 
-    pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
+    pool = struct(1024, v.K, v.Z, v.width, dtype=v.dtype)
     args = (struct(P, N, v.H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), arrays(v))
     with tma.recorded() as descriptors:
         report = aot.compile_for(call, *args)

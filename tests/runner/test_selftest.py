@@ -192,7 +192,9 @@ def test_experts_have_their_kernel_where_attention_has_none(monkeypatch, caplog)
 @pytest.mark.usefixtures("new_jax")
 def test_a_model_without_experts_has_no_use_for_their_kernel() -> None:
     with pytest.raises(ConfigError, match=r"for models with experts, .* dense serves it") as error:
-        attention.check_layers(attention.backend("dense_experts", "gpu"), ARCH, jnp.bfloat16, ())
+        attention.check_layers(
+            attention.backend("dense_experts", "gpu"), ARCH, jnp.bfloat16, (), 64
+        )
     assert error.value.field == "attention_backend"
 
 
