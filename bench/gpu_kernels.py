@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu_record import Record
-from jserve.model.kv_apart import laid_out
+from jserve.model.kv_apart import BEHIND, read_by_kernels
 from jserve.model.kv_bytes import encode
-from pallas_kernels.int8_pages import BEHIND
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention, ref as paged_ref
 from pallas_kernels.ragged_prefill import ragged_prefill, ref as prefill_ref
@@ -66,8 +65,8 @@ LEVEL = Tree(((True, False, True, False), (True, True, False, True)), (0, 1, 1, 
 
 
 class Pools(NamedTuple):
-    keys: jax.Array
-    values: jax.Array
+    layer: Pages
+    """Without a table."""
     table: jax.Array
     start: jax.Array
     length: jax.Array
@@ -78,7 +77,7 @@ class Pools(NamedTuple):
 
     @property
     def pages(self) -> Pages:
-        return Pages(self.keys, self.values, self.table)
+        return self.layer._replace(table_RM=self.table)
 
 
 def pools(
@@ -100,17 +99,20 @@ def pools(
         used[table[r, :n]] = np.arange(n * shape.Z).reshape(n, shape.Z) < length[r]
     seen = jnp.asarray(used)[:, None, :, None] if poison else True
 
-    def draw(key: jax.Array) -> jax.Array:
-        x = jax.random.normal(key, (copies * P, shape.K, shape.Z, shape.H), jnp.bfloat16)
-        x = jnp.where(seen, x, jnp.nan)
-        return (
-            laid_out(encode(x, shape.vector_bytes)) if shape.dtype == I8 else x.astype(shape.dtype)
-        )
+    @jax.jit
+    def draw(key: jax.Array) -> Pages:
+        lead = (copies * P, shape.K, shape.Z)
+        k, v = jax.random.normal(key, (2, *lead, shape.H), jnp.bfloat16)
+        k, v = (jnp.where(seen, x, jnp.nan) for x in (k, v))
+        if shape.dtype != I8:
+            return Pages(k.astype(shape.dtype), v.astype(shape.dtype), None)
+        vectors = (encode(x, shape.vector_bytes) for x in (k, v))
+        parts = [part for x in vectors for part in jnp.split(x, [shape.H], axis=-1)]
+        return read_by_kernels(tuple(parts), shape.H)
 
-    k, v = jax.random.split(jax.random.key(seed))
     first = np.cumsum(np.concatenate([[0], count[:-1]])).astype(np.int32)
     arrays = (table, start, length, count, first, np.int32(P))
-    return Pools(jax.jit(draw)(k), jax.jit(draw)(v), *map(jnp.asarray, arrays))
+    return Pools(draw(jax.random.key(seed)), *map(jnp.asarray, arrays))
 
 
 def queries(seed: int, *shape: int) -> jax.Array:

@@ -203,23 +203,10 @@ def page_ids(table: Any, row: Any, block_index: Any, last: Any, Z: int, block: i
     return tuple(ids)
 
 
-def copy_scales(
-    ids: tuple, floats: Any, head: Any, block_index: Any, to: Any, here: Any, Z: int, block: int
-) -> None:
-    """Copy the scales of a block of int8 KV into ``to``, from its pool as floats of ``Z * (H + 4) / 4`` a page;
-    each copy arrives at ``here``."""
-    rows = page_rows(Z, block)
-    begin = floats.shape[-1] - Z
-    begin += lax.rem(block_index * block, jnp.int32(Z)) if block < Z else 0
-    for c, page in enumerate(ids):
-        source = floats.at[page, head, pl.ds(begin, rows)]
-        plgpu.copy_gmem_to_smem(source, to.at[pl.ds(c * rows, rows)], here)
-
-
 def copy_block(
     ids: tuple, pool: Any, head: Any, block_index: Any, to: Any, here: Any, Z: int, block: int
 ) -> None:
-    """Copy a block's rows of one kv head into ``to``; each copy arrives at ``here``."""
+    """Copy a block's rows of one kv head into ``to``, numbers or scales; each copy arrives at ``here``."""
     rows = page_rows(Z, block)
     begin = lax.rem(block_index * block, jnp.int32(Z)) if block < Z else 0
     for c, page in enumerate(ids):

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.int8_pages import BEHIND, LEAST_PAGE
-
 HEAD_DIMS = (64, 128, 256)
+LEAST_PAGE = 32
+"""Tokens of the smallest page of int8: the copy of its scales begins at a multiple of 128 bytes of shared memory."""
 WIDEST_SPECIAL = 128
 """Heads up to here have registers left for KV of 8 bits and for trees."""
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8)
@@ -25,7 +25,6 @@ def check_heads(N: int, H: int, keys_PKZH: Any) -> None:
     ValueError: N query heads of H do not go with these keys, or these are of no served type.
     """
     _, K, _, H_kv = keys_PKZH.shape
-    H_kv -= BEHIND if keys_PKZH.dtype == jnp.int8 else 0
     if H_kv != H or H not in HEAD_DIMS:
         raise ValueError(f"head dimension {H} of q and {H_kv} of keys must be one of {HEAD_DIMS}")
     if N % K:

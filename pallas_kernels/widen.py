@@ -28,10 +28,10 @@ class Raw(NamedTuple):
     ring: Any
     here: Callable[[Any], Any]
     """Slot of the ring -> barrier at which its copies arrive."""
-    floats: Any = None
-    """The pool as floats, where its blocks have scales (``int8_pages``)."""
     scales: Any = None
-    """Their raw scales [ahead, block]."""
+    """The scales of each of them, where they are int8."""
+    scale_ring: Any = None
+    """Theirs [ahead, block] in shared memory."""
 
 
 def load_widened(

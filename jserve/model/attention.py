@@ -6,6 +6,7 @@ It owns the ``AttentionBackend`` type and the registry of backends.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from jserve.model.draft_tree import TreeShape
 from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, ...]
-"""(keys, values) of one layer, each of the backend's ``kv_shape``, or its latents [P, Z, A + Y] alone."""
+"""(keys, values) of one layer, each of the backend's ``kv_shape`` and perhaps in parts (``widths``), or its latents
+[P, Z, A + Y] alone."""
 Places = tuple[jax.Array, jax.Array]
 """(pages, offsets) of entries, int32[A] each."""
 
@@ -161,7 +163,8 @@ class AttentionBackend:
                read the slot). By default nothing is planned: work lists can come from the true
                lengths, on the device.
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
-    arranged:  a pool of vectors as ``kv_quant.stored`` gives them -> the pool as this backend lays it out.
+    widths:    width of a stored vector -> those of the arrays, one beside the other, in which the pool keeps its parts;
+               a layer's KV is then (keys, their second part, values, their second part).
     attend:    (args, kv, view) -> o_TNH, causal, in float32 or ``args.o_dtype``. Padding rows are
                finite. Decode rows see what ``view.tree`` says where it is given (never with sinks).
                Behind the window the page table may say anything in range (0 once a page was given
@@ -189,7 +192,7 @@ class AttentionBackend:
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None] = lambda *_: None
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     page_axis: int = 0
-    arranged: Callable[[jax.Array], jax.Array] = lambda pool: pool
+    widths: Callable[[int], tuple[int, ...]] = lambda width: (width,)
     attend_latent: Callable[[LatentArgs, jax.Array, StepView], jax.Array] | None = None
     has_sinks: bool = True
     has_chunks: bool = True
@@ -198,11 +201,18 @@ class AttentionBackend:
     for_experts: bool = False
     check: Callable[[int, Stored, TreeShape], None] = lambda *_: None
 
-    def pool_shape(self, heads: int, width: int, n_pages: int, page_size: int) -> tuple[int, ...]:
-        """As ``kv_shape``, also of an array without heads (``KVArray``)."""
+    def pool_shapes(
+        self, heads: int, width: int, n_pages: int, page_size: int
+    ) -> list[tuple[int, ...]]:
+        """As ``kv_shape``, of each part, also of an array without heads (``KVArray``)."""
         if not heads:
-            return (n_pages, page_size, width)
-        return self.kv_shape(heads, width, n_pages, page_size)
+            return [(n_pages, page_size, width)]
+        return [self.kv_shape(heads, part, n_pages, page_size) for part in self.widths(width)]
+
+    def parts(self, vectors: jax.Array) -> tuple[jax.Array, ...]:
+        """Vectors [..., width] as ``kv_quant.stored`` gives them, in the arrays that the pool keeps them in."""
+        borders = list(itertools.accumulate(self.widths(vectors.shape[-1])))[:-1]
+        return tuple(jnp.split(vectors, borders, axis=-1))
 
     def moved(self, kv: LayerKV, old: Places, new: Places) -> LayerKV:
         """``move`` of any layer's KV."""

@@ -31,17 +31,16 @@ from jserve.model.attention import (
 )
 from jserve.model.attn_dense import DENSE
 from jserve.model.draft_tree import DraftMask, TreeShape
-from jserve.model.kv_apart import INT8, SERVED, as_kernels_read, laid_out, move, write_kv
+from jserve.model.kv_apart import INT8, SERVED, read_by_kernels, widths, write_kv
 from jserve.model.kv_bytes import BYTES
-from jserve.model.kv_pool import kv_shape
+from jserve.model.kv_pool import kv_shape, move
 from jserve.model.kv_quant import E4M3
 from jserve.model.view import StepView
-from pallas_kernels.int8_pages import LEAST_PAGE
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
-from pallas_kernels.served import HEAD_DIMS, WIDEST_SPECIAL
-from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
+from pallas_kernels.served import HEAD_DIMS, LEAST_PAGE, WIDEST_SPECIAL
+from pallas_kernels.spec import AttentionSpec, Chunks, Rows
 
 
 def kv_dtype(dtype: Any) -> Any:
@@ -57,7 +56,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     assert view.tree is None or isinstance(view.tree, DraftMask), "refused at start"
     q_TNH = args.q_TNH
     _, N, H = q_TNH.shape
-    keys, values = (as_kernels_read(pool, H) for pool in kv)
+    layer = read_by_kernels(kv, H)
     D, J = view.D, view.J
     spec = AttentionSpec(
         scale=args.scale, window=args.window, soft_cap=args.soft_cap, interpret=interpret
@@ -66,7 +65,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if D:
         o_DJNH = paged_attention(
             q_TNH[: D * J].reshape(D, J, N, H),
-            Pages(keys, values, placed(view.page_table_RM[:D])),
+            layer._replace(table_RM=placed(view.page_table_RM[:D])),
             Rows(placed(view.start_R[:D]), placed(view.kv_len_R[:D])),
             spec,
             sinks_N=args.sink_logits_N,
@@ -77,7 +76,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if view.P:
         o_PNH = ragged_prefill(
             q_TNH[D * J :],
-            Pages(keys, values, placed(view.page_table_RM[D:])),
+            layer._replace(table_RM=placed(view.page_table_RM[D:])),
             Chunks(view.first_R[D:] - D * J, placed(view.start_R[D:]), placed(view.count_R[D:])),
             spec,
             sinks_N=args.sink_logits_N,
@@ -134,7 +133,7 @@ def hopper(platform: str) -> AttentionBackend:
         kv_axis=1,
         kv_shape=kv_shape,
         kv_dtype=kv_dtype,
-        arranged=laid_out,
+        widths=widths,
         write_kv=write_kv,
         move=move,
         has_sinks=False,

@@ -1,12 +1,13 @@
-"""KV of int8 for the kernels of Hopper: in a page of a kv head the scales lie behind all numbers (``int8_pages``).
+"""KV of int8 for the kernels of Hopper: numbers and their scales are arrays of their own, of the same pages.
 
-It owns writes and moves of such pools; their shape, and what a vector becomes, are those of ``kv_pool`` and
-``kv_bytes``::
+It owns writes of such pools and what kernels read of bytes. A copy of a block of numbers has rows that are multiples of
+16 bytes, which vectors with a scale behind each (``kv_bytes``) are not::
 
-    kv_pool    | q[0] s[0] q[1] s[1] ...             Z vectors of H + 4 bytes
-    here       | q[0] q[1] ... q[Z-1] s[0] s[1] ...  the same bytes a page, H a number's row, 4 a scale's
+    kv_bytes   keys  int8[P, K, Z, H + 4]                             a layer is (keys, values)
+    here       keys  int8[P, K, Z, H]    their scales  [P, K, Z, 4]   a layer is (keys, scales, values, scales)
 
-Layers that are skipped have no scales and are ``kv_pool``'s.
+A page is the same bytes in all, and moves as any other does. Layers that are skipped have no scales, and are
+``kv_pool``'s.
 """
 
 from __future__ import annotations
@@ -16,88 +17,45 @@ import jax.numpy as jnp
 from jax import lax
 
 from jserve.model import kv_pool
-from jserve.model.attention import LayerKV, Places
+from jserve.model.attention import LayerKV
 from jserve.model.kv_bytes import BYTES, E4M3, encode, form_of
-from jserve.model.kv_pool import NOBODY
 from jserve.model.view import StepView
-from pallas_kernels.int8_pages import BEHIND
 from pallas_kernels.served import HEAD_DIMS
+from pallas_kernels.spec import Pages
 
 INT8 = "int8_per_token_head"
 SERVED = (INT8, "fp8_e4m3", "bfloat16")
 """Forms of bytes that the kernels read."""
+BEHIND = 4
+"""Bytes of a scale."""
 
 
-def has_scales(pool_PKZW: jax.Array) -> bool:
-    """Whether a layer's pool is of int8 with scales; no other form that is served is as wide."""
-    return pool_PKZW.dtype == BYTES and pool_PKZW.shape[-1] - BEHIND in HEAD_DIMS
-
-
-def as_kernels_read(pool_PKZW: jax.Array, H: int) -> jax.Array:
-    """The pool of a layer with heads of ``H`` in the type that a kernel takes; the same bytes."""
-    if pool_PKZW.dtype != BYTES or has_scales(pool_PKZW):
-        return pool_PKZW
-    if form_of(pool_PKZW.shape[-1], H) == "fp8_e4m3":
-        return lax.bitcast_convert_type(pool_PKZW, E4M3)
-    return lax.bitcast_convert_type(pool_PKZW.reshape(*pool_PKZW.shape[:-1], H, 2), jnp.bfloat16)
+def widths(width: int) -> tuple[int, ...]:
+    """Those of the arrays in which stored vectors of ``width`` lie: of no other form that is served, nor of plain
+    heads, is a vector so much wider than a head."""
+    return (width - BEHIND, BEHIND) if width - BEHIND in HEAD_DIMS else (width,)
 
 
 def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) -> LayerKV:
     """As ``kv_pool.write_kv``."""
-    if not has_scales(kv[0]):
+    if len(kv) == 2:
         return kv_pool.write_kv(kv, k_TKH, v_TKH, view)
-    page_T = jnp.where(view.pos_T >= 0, view.write_page_T, NOBODY)
-    places = (page_T, view.write_off_T)
-    return tuple(
-        _put(pool, places, encode(x_TKH, pool.shape[-1]))
-        for pool, x_TKH in zip(kv, (k_TKH, v_TKH), strict=True)
-    )
+    vectors = [encode(x_TKH, x_TKH.shape[-1] + BEHIND) for x_TKH in (k_TKH, v_TKH)]
+    parts = [part for x in vectors for part in (x[..., :-BEHIND], x[..., -BEHIND:])]
+    return kv_pool.put(kv, parts, view)
 
 
-def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
-    """As ``kv_pool.move``."""
-    if not has_scales(kv[0]):
-        return kv_pool.move(kv, old, new)
-    to = (jnp.where(new[0] > 0, new[0], NOBODY), new[1])
-    return tuple(_put(pool, to, _at(pool, old)) for pool in kv)
+def read_by_kernels(kv: LayerKV, H: int) -> Pages:
+    """The pool of a layer with heads of ``H`` in the types that kernels take, the same bytes; without a table."""
+    if len(kv) == 4:
+        k_scales, v_scales = (lax.bitcast_convert_type(kv[i], jnp.float32) for i in (1, 3))
+        return Pages(kv[0], kv[2], None, k_scales, v_scales)
+    return Pages(*(_of_bytes(pool, H) for pool in kv), None)
 
 
-def laid_out(pool_PKZW: jax.Array) -> jax.Array:
-    """A pool as ``kv_pool`` has it, the way it lies here."""
-    P, K, Z, W = pool_PKZW.shape
-    if not has_scales(pool_PKZW):
+def _of_bytes(pool_PKZW: jax.Array, H: int) -> jax.Array:
+    if pool_PKZW.dtype != BYTES:
         return pool_PKZW
-    q, s = (pool_PKZW[..., part].reshape(P, K, -1) for part in _parts(W))
-    return jnp.concatenate([q, s], axis=-1).reshape(P, K, Z, W)
-
-
-def _parts(W: int) -> tuple[slice, slice]:
-    """Of a vector: its number, its scale."""
-    return slice(0, W - BEHIND), slice(W - BEHIND, W)
-
-
-def _rows(pool_PKZW: jax.Array, places: Places, part: slice) -> jax.Array:
-    """int32[A, K]: where the numbers or the scales of entries lie, in the pool seen as rows of as many bytes; past its
-    end for page ``NOBODY``."""
-    P, K, Z, W = pool_PKZW.shape
-    size = part.stop - part.start
-    page_A1, off_A1 = (x[:, None] for x in places)
-    first_AK = (page_A1 * K + jnp.arange(K, dtype=jnp.int32)) * (Z * W // size)
-    first_AK += Z * part.start // size
-    return jnp.where(page_A1 == NOBODY, P * K * Z * W // size, first_AK + off_A1)
-
-
-def _put(pool: jax.Array, places: Places, x_AKW: jax.Array) -> jax.Array:
-    shape = pool.shape
-    for part in _parts(shape[-1]):
-        rows = pool.reshape(-1, part.stop - part.start).at[_rows(pool, places, part)]
-        new = rows.set(x_AKW[..., part], mode="drop", unique_indices=True)
-        pool = new.reshape(shape)
-    return pool
-
-
-def _at(pool: jax.Array, places: Places) -> jax.Array:
-    """int8[A, K, W] of entries."""
-    parts = _parts(pool.shape[-1])
-    found = [pool.reshape(-1, p.stop - p.start)[_rows(pool, places, p)] for p in parts]
-    return jnp.concatenate(found, axis=-1)
+    if form_of(pool_PKZW.shape[-1], H) == "fp8_e4m3":
+        return lax.bitcast_convert_type(pool_PKZW, E4M3)
+    return lax.bitcast_convert_type(pool_PKZW.reshape(*pool_PKZW.shape[:-1], H, 2), jnp.bfloat16)

@@ -173,8 +173,8 @@ class StepModel:
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
             axis = None if layer.replicated else self.heads_axis
             sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
-            shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
-            return tuple(PoolArray(shape, axis) for shape in shapes)
+            shapes = [self.backend.pool_shapes(*size, self.n_pages, Z) for size in sizes]
+            return tuple(PoolArray(shape, axis) for parts in shapes for shape in parts)
 
         return [of(layer) for layer in kv.pool_layers]
 

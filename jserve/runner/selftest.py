@@ -136,8 +136,8 @@ def _outputs(
     def step(buf, pool, q, k, v):
         view = unpack(buf, fields, bucket, dims, empty(4, dims.V))
         q, k, v = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v))
-        kv = [attn.arranged(stored(x, kept, width)) for x in pool]
-        kv = attn.write_kv(tuple(kv), k, v, view)
+        kv = tuple(part for x in pool for part in attn.parts(stored(x, kept, width)))
+        kv = attn.write_kv(kv, k, v, view)
         return attn.attend(AttendArgs(q_TNH=q, window=0, scale=H**-0.5), kv, view), view.pos_T
 
     out, pos_T = step(pack(bucket, dims, attn, *made), pool, q, k, v)

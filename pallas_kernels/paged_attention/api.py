@@ -51,8 +51,8 @@ def paged_attention(
         sinks_N: logit per head that takes part in the softmax with a value of zero.
         tree: what the J tokens see of the newest keys, where they are a tree of drafts or a level of
             one; None: a chain.
-        scales_2K: float32, what the stored keys and values of each kv head are multiplied by;
-            None: 1.
+        scales_2K: float32, what the stored keys and values of each kv head are multiplied by, beside the scales that
+            ``pages`` may have of each; None: 1.
         dtype: of the result: what the caller multiplies next, so that nothing has to be cast.
         spec: its ``tune`` may have ``block``, ``stages``, ``teams``, ``split_blocks`` and ``register_p``.
 

@@ -29,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
-from pallas_kernels.int8_pages import pools_of
 from pallas_kernels.paged_attention.tree import MAX_PLACES, Tree
 from pallas_kernels.registers import set_compute, set_load
 from pallas_kernels.spec import Pages, Rows
@@ -68,7 +67,7 @@ class Tile:
     widens: bool = False
     """KV has 8 bits: the warpgroup that computes makes the 16-bit values that are multiplied."""
     scaled: bool = False
-    """These are int8 with a scale for each key and value (``int8_pages``)."""
+    """These are int8, with a scale for each key and value."""
     register_p: bool = True
     """Weights stay in registers and sums in the accumulator. The interpreter knows only the other
     way, through shared memory and a fresh accumulator."""
@@ -197,7 +196,6 @@ def attend(
     slots = rows.len_D.shape[0] + tile.splits
     row = jax.ShapeDtypeStruct((slots, tile.partial_rows), jnp.float32)
     sums = jax.ShapeDtypeStruct((slots, tile.partial_rows, tile.H), jnp.float32)
-    pools, floats = pools_of(pages, tile.H)
     return plgpu.kernel(
         partial(_attend, tile=tile),
         out_type=(sums, row),
@@ -208,7 +206,7 @@ def attend(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=_scratch(tile, q_DKQH.dtype, pages.keys_PKZH.dtype),
-    )(q_DKQH, *pools, *floats, pages.table_RM, *rows, *work)
+    )(q_DKQH, *pages, *rows, *work)
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
@@ -278,10 +276,10 @@ class _Segment(NamedTuple):
     base: Any
 
 
-def _attend(q, keys, values, k_floats, v_floats, table, start, length, *work_and_out, tile, **sm):
+def _attend(q, keys, values, table, k_scales, v_scales, start, length, *work_and_out, tile, **sm):
     """The kernel: one block of the grid."""
     cum, first, row0, row1, per, o, log_total = work_and_out
-    pools = (("k", keys, k_floats), ("v", values, v_floats))
+    pools = (("k", keys, k_scales), ("v", values, v_scales))
     wg = lax.axis_index("wg")
     n_compute = tile.teams * tile.warpgroups
 
@@ -383,14 +381,12 @@ def _load(team: _Team, pools, table, length, seg: _Segment) -> None:
         def _():
             plgpu.barrier_wait(team.barrier("free", slot))
 
-        for name, pool, floats in pools:
+        for name, pool, scales in pools:
             to, here = team.room(name).at[slot], team.barrier(f"{name}_here", slot)
             flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
             if tile.scaled:
                 to = team.room(f"{name}_scale").at[slot]
-                flash.copy_scales(
-                    ids, floats, team.head, i + seg.base, to, here, tile.Z, tile.block
-                )
+                flash.copy_block(ids, scales, team.head, i + seg.base, to, here, tile.Z, tile.block)
         return following
 
     lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin) if early else ())

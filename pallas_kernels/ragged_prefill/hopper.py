@@ -28,7 +28,6 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import flash
 from pallas_kernels.flash import M, Sums, along_rows, swizzled
-from pallas_kernels.int8_pages import pools_of
 from pallas_kernels.registers import set_compute, set_load
 from pallas_kernels.spec import Chunks, Pages
 from pallas_kernels.widen import Raw, load_widened
@@ -124,7 +123,6 @@ def attend(
     pair of sequence f; others are not written or mean nothing. ``sinks_KG``: logits in units of
     log2, or None."""
     out = jax.ShapeDtypeStruct((tile.K, tile.rows, tile.H), q_KYH.dtype)
-    pools, floats = pools_of(pages, tile.H)
     return plgpu.kernel(
         partial(_attend, tile=tile),
         out_type=out,
@@ -135,7 +133,7 @@ def attend(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=_scratch(tile, q_KYH.dtype, pages.keys_PKZH.dtype),
-    )(q_KYH, *pools, *floats, pages.table_RM, chunks.start_F, chunks.count_F, sinks_KG, *work[:3])
+    )(q_KYH, *pages, chunks.start_F, chunks.count_F, sinks_KG, *work[:3])
 
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
@@ -203,7 +201,7 @@ def _job(tile: Tile, sm, place, lists, start, count) -> _Job:
 
 
 def _attend(
-    q, keys, values, k_floats, v_floats, table, start, count, sinks, *work_and_out, tile, **sm
+    q, keys, values, table, k_scales, v_scales, start, count, sinks, *work_and_out, tile, **sm
 ):
     """The kernel: one tile."""
     row_I, skip_I, n_1, out = work_and_out
@@ -227,7 +225,7 @@ def _attend(
                 source = q.at[job.head, pl.ds(job.place * ROWS_OF_TILE + w * M, M)]
                 plgpu.copy_gmem_to_smem(source, sm["q_in"].at[w], sm["q_here"].at[w])
             if tile.raw_stages:
-                _load_widened(job, (keys, k_floats), (values, v_floats), table)
+                _load_widened(job, (keys, k_scales), (values, v_scales), table)
             else:
                 _load(job, keys, values, table)
             _drain(job)
@@ -273,9 +271,9 @@ def _load_widened(job: _Job, keys, values, table) -> None:
     tile, sm = job.tile, job.sm
     last = lax.div(job.length - 1, jnp.int32(tile.Z))
 
-    def raw(name, pool, floats):
-        here, scales = sm[f"{name}_raw_here"], sm.get(f"{name}_raw_scale")
-        return Raw(name, pool, sm[f"{name}_raw"], lambda slot: here.at[slot], floats, scales)
+    def raw(name, pool, scales):
+        here, ring = sm[f"{name}_raw_here"], sm.get(f"{name}_raw_scale")
+        return Raw(name, pool, sm[f"{name}_raw"], lambda slot: here.at[slot], scales, ring)
 
     def pages(j):
         return flash.page_ids(table, job.row, j, last, tile.Z, tile.block)
@@ -284,7 +282,8 @@ def _load_widened(job: _Job, keys, values, table) -> None:
         size = (tile.Z, tile.block)
         flash.copy_block(ids, raw.pool, job.head, j, raw.ring.at[at], raw.here(at), *size)
         if tile.scaled:
-            flash.copy_scales(ids, raw.floats, job.head, j, raw.scales.at[at], raw.here(at), *size)
+            to = raw.scale_ring.at[at]
+            flash.copy_block(ids, raw.scales, job.head, j, to, raw.here(at), *size)
 
     def put(raw, j, at):
         name, slot = raw.name, job.slot(j)
@@ -294,7 +293,7 @@ def _load_widened(job: _Job, keys, values, table) -> None:
             plgpu.barrier_wait(sm[f"{name}_free"].at[slot])
 
         if tile.scaled:
-            sm[f"{name}_scale"].at[slot][...] = _scales_seen(job, raw.scales.at[at], j)
+            sm[f"{name}_scale"].at[slot][...] = _scales_seen(job, raw.scale_ring.at[at], j)
         flash.widen(raw.ring.at[at], sm[name].at[slot])
         if name == "v" and not tile.scaled:
             pl.when(jnp.logical_not(_clean(job, j)))(partial(_wipe, job, j, slot))

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.spec import Pages
+
 Z0 = 16
 B = 64
 """Keys of a block in every tuning."""
@@ -50,8 +52,14 @@ class Inputs:
     length: Any
     keys: Any
     values: Any
+    scales: tuple[Any, ...]
+    """float32[P, K, Z] of keys and of values, where these are int8."""
     dense_k: np.ndarray
     dense_v: np.ndarray
+
+    @property
+    def pages(self) -> Pages:
+        return Pages(self.keys, self.values, self.table, *self.scales)
 
 
 def inputs(
@@ -88,14 +96,15 @@ def inputs(
             if b > a:
                 part = stored[:, r, a:b].swapaxes(1, 2)
                 pools[:, page, :, a - i * Z : b - i * Z] = part
-    if dtype == jnp.int8:
-        pools = as_pages(pools)
     return Inputs(
         jnp.asarray(table),
         jnp.asarray(start),
         jnp.asarray(length),
-        jnp.asarray(pools[0], dtype),
-        jnp.asarray(pools[1], dtype),
+        *(
+            jnp.asarray(x[..., :H].astype(dtype if dtype == jnp.int8 else np.float32), dtype)
+            for x in pools
+        ),
+        tuple(jnp.asarray(x[..., H], jnp.float32) for x in pools) if dtype == jnp.int8 else (),
         dense[0],
         dense[1],
     )
@@ -111,14 +120,6 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def poisoned(rng: np.random.Generator, shape: tuple[int, ...], H: int) -> np.ndarray:
     """As ``rounded``: any numbers, and scales that are NaN."""
     return np.concatenate([rng.integers(-128, 128, (*shape, H)), np.full((*shape, 1), np.nan)], -1)
-
-
-def as_pages(vectors: np.ndarray) -> np.ndarray:
-    """int8[2, P, K, Z, H + 4]: of each page and kv head first the numbers, then the bytes of the scales."""
-    *lead, Z, W = vectors.shape
-    q = vectors[..., :-1].astype(np.int8).reshape(*lead, Z * (W - 1))
-    scales = np.ascontiguousarray(vectors[..., -1].astype("<f4")).view(np.int8)
-    return np.concatenate([q, scales], -1).reshape(*lead, Z, W + 3)
 
 
 def attention(

@@ -4,7 +4,6 @@ whole model through the step."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,12 +18,11 @@ from jserve.model.arch import resized, with_kv_forms
 from jserve.model.attention import AttendArgs, Stored, backend, check_layers
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.hand import Row, pack
-from jserve.model.kv_bytes import BYTES, decode
+from jserve.model.kv_bytes import BYTES, widened
 from jserve.model.kv_quant import E4M3, stored
 from jserve.model.view import Bucket, StepDims, layout, unpack
 from jserve.sizing.models import find
 from jserve.window import Window
-from pallas_kernels.int8_pages import decoded
 from pallas_kernels.paged_attention import Tree
 from tests.model.driver import NoSlots
 
@@ -82,7 +80,7 @@ def step(
     if attn.kv_axis == 1:
         pool = pool.swapaxes(2, 3)
     kept = attn.kv_dtype(dtype)
-    kv = tuple(attn.arranged(stored(jnp.asarray(x), kept, width)) for x in pool)
+    kv = tuple(part for x in pool for part in attn.parts(stored(jnp.asarray(x), kept, width)))
     q, k, v = (
         np.asarray(jnp.asarray(rng.standard_normal((bucket.T, n, H)), jnp.bfloat16), np.float32)
         for n in (K * G, K, K)
@@ -145,24 +143,25 @@ def test_a_step_has_the_kernels_that_its_bucket_needs(
     assert called == decode * (bucket.D > 0) + [("ragged_prefill", None)] * (bucket.P > 0)
 
 
-def test_scales_of_int8_lie_behind_all_numbers_of_a_page() -> None:
-    """What a write leaves in a page, byte by byte; padding writes nothing."""
+def test_int8_and_its_scales_are_written_where_the_token_is() -> None:
+    """What a write leaves in the four arrays; padding writes nothing."""
     attn, dims, n_pages = backend("hopper", "cpu"), replace(DIMS, Z=32), 5
-    bucket, W = Bucket(D=2, P=0, F=0), H + 4
+    bucket = Bucket(D=2, P=0, F=0)
     buf = jnp.asarray(pack(bucket, dims, attn, [Row([3], 2, [1])], []))
     zeros = jnp.zeros(dims.C, jnp.int32)
     view = unpack(buf, layout(bucket, dims, {}), bucket, dims, NoSlots(zeros, zeros))
     x = np.random.default_rng(1).standard_normal((2, K, H)).astype(np.float32)
-    empty = jnp.full(attn.kv_shape(K, W, n_pages, 32), 7, jnp.int8)
-    written = attn.write_kv((empty, empty), jnp.asarray(x), jnp.asarray(3 * x), view)
-    for pool, vectors in zip(written, (x, 3 * x), strict=True):
-        flat, want = np.asarray(pool).reshape(n_pages, K, -1), np.full((n_pages, K, 32 * W), 7)
-        scale = np.float32(np.abs(vectors[0]).max(-1) * np.float32(1 / 127))
-        for k in range(K):
-            want[3, k, 2 * H : 3 * H] = np.round(vectors[0, k] / scale[k])
-            at = 32 * H + 2 * 4
-            want[3, k, at : at + 4] = np.frombuffer(scale[k].tobytes(), np.int8)
-        np.testing.assert_array_equal(flat, want)
+    shapes = attn.pool_shapes(K, stored_width(INT8, H), n_pages, 32)
+    assert shapes == [(n_pages, K, 32, H), (n_pages, K, 32, 4)]
+    empty = tuple(jnp.full(shape, 7, jnp.int8) for shape in shapes)
+    written = attn.write_kv((*empty, *empty), jnp.asarray(x), jnp.asarray(3 * x), view)
+    for i, vectors in enumerate((x, 3 * x)):
+        scale_K = np.abs(vectors[0]).max(-1) * np.float32(1 / 127)
+        numbers, scales = (np.full(shape, 7, np.int8) for shape in shapes)
+        numbers[3, :, 2] = np.round(vectors[0] / scale_K[:, None])
+        scales[3, :, 2] = scale_K[:, None].view(np.int8)
+        np.testing.assert_array_equal(written[2 * i], numbers)
+        np.testing.assert_array_equal(written[2 * i + 1], scales)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, E4M3, BYTES], ids=str)
@@ -175,17 +174,18 @@ def test_the_path_of_a_tree_is_moved_and_nothing_else(dtype: Any) -> None:
     old = (jnp.array([3, 2, 0, 0, 0]), jnp.array([5, 1, 0, 3, 0]))
     new = (jnp.array([3, 4, 0, 0, 0]), jnp.array([4, 0, 0, 0, 3]))
     moved = {}
-    for name in ("ref", "hopper"):
+    for name in ("ref", "hopper", "dense"):
         attn = backend(name, "cpu")
         pool = pool_PZKH.swapaxes(1, 2) if attn.kv_axis == 1 else pool_PZKH
         kept = attn.kv_dtype(dtype)
-        kv = tuple(attn.arranged(stored(jnp.asarray(x), kept, width)) for x in (pool, -pool))
-        both = attn.move(kv, old, new)
-        if dtype == BYTES:
-            both = [(decoded if name == "hopper" else partial(decode, H=H))(x) for x in both]
-        both = np.asarray(jnp.stack(both), np.float32)[:, 1:]
+        vectors = [stored(jnp.asarray(x), kept, width) for x in (pool, -pool)]
+        kv = attn.move(tuple(part for x in vectors for part in attn.parts(x)), old, new)
+        n = len(kv) // 2
+        both = [jnp.concatenate(kv[i : i + n], axis=-1) for i in (0, n)]
+        both = np.asarray(jnp.stack([widened(x, H) for x in both]), np.float32)[:, 1:]
         moved[name] = both.swapaxes(2, 3) if attn.kv_axis == 1 else both
     np.testing.assert_array_equal(moved["hopper"], moved["ref"])
+    np.testing.assert_array_equal(moved["dense"], moved["ref"])
 
 
 def test_a_level_of_a_tree_agrees_with_ref() -> None:

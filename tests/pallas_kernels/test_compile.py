@@ -32,7 +32,7 @@ from pallas_kernels.ragged_prefill.hopper import TEAM
 from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 from tests.pallas_kernels import tma
 from tests.pallas_kernels.shapes import ARCHS, step_model
-from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
+from tests.pallas_kernels.variants import CHAINS, F8, I8, VARIANTS, Variant
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -67,9 +67,9 @@ def check_registers(kernel: aot.Kernel, computing: int, loading: int) -> None:
         assert budget["dec"] <= kernel.registers <= budget["inc"]
 
 
-def check_descriptors(found: list[tma.Descriptor]) -> None:
-    """Queries, keys, values and at least one output."""
-    assert len(found) >= 4
+def check_descriptors(found: list[tma.Descriptor], v: Variant) -> None:
+    """Queries, keys, values, scales of both if there are, and at least one output."""
+    assert len(found) >= (6 if v.dtype == I8 else 4)
     assert not [fault for descriptor in found for fault in descriptor.faults()]
 
 
@@ -106,17 +106,16 @@ def test_paged_attention(name: str) -> None:
     v, D = VARIANTS[name], 64
     N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
-    def call(q: Any, k: Any, v_: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
-        pages, rows = Pages(k, v_, table), Rows(start, length)
+    def call(q: Any, pages: Pages, start: Any, length: Any, more: Any) -> Any:
+        rows = Rows(start, length)
         more = {"dtype": jnp.bfloat16, **more}
         return paged_attention(q, pages, rows, spec, tree=v.tree, **more)
 
-    pool = struct(1024, v.K, v.Z, v.width, dtype=v.dtype)
     q = struct(D, v.tokens, N, v.H)
-    tile = tile_of(q, pool, spec, v.tree)
+    tile = tile_of(q, pages_of(v, D).keys_PKZH, spec, v.tree)
     with tma.recorded() as descriptors:
-        report = aot.compile_for(call, q, pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
-    check_descriptors(descriptors)
+        report = aot.compile_for(call, q, pages_of(v, D), ints(D), ints(D), arrays(v))
+    check_descriptors(descriptors, v)
     check(report, 2, tile.teams * tile.warpgroups, tile.teams)
     check_combine(report.kernels[1], tile, v)
 
@@ -144,6 +143,16 @@ def loads_of_a_round(block: str) -> int:
 LOAD = re.compile(r"\bld\.(?:global\.)?(?:v2\.)?b32\b")
 
 
+def pages_of(v: Variant, rows: int) -> Pages:
+    """The shapes of a variant's pool, and of the pages of its rows."""
+    pool, scales = (
+        struct(1024, v.K, v.Z, v.H, dtype=v.dtype),
+        struct(1024, v.K, v.Z, dtype=jnp.float32),
+    )
+    pages = Pages(pool, pool, ints(rows, 64))
+    return pages._replace(k_scales_PKZ=scales, v_scales_PKZ=scales) if v.dtype == I8 else pages
+
+
 def arrays(v: Variant) -> dict[str, Any]:
     """The shapes of a variant's own arrays."""
     found = {}
@@ -159,14 +168,13 @@ def test_ragged_prefill(name: str) -> None:
     v, P, F = CHAINS[name], 2048, 8
     N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
-    def call(q: Any, k: Any, v_: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
-        return ragged_prefill(q, Pages(k, v_, table), Chunks(a, b, c), spec, **more)
+    def call(q: Any, pages: Pages, a: Any, b: Any, c: Any, more: Any) -> Any:
+        return ragged_prefill(q, pages, Chunks(a, b, c), spec, **more)
 
-    pool = struct(1024, v.K, v.Z, v.width, dtype=v.dtype)
-    args = (struct(P, N, v.H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), arrays(v))
+    args = (struct(P, N, v.H), pages_of(v, F), ints(F), ints(F), ints(F), arrays(v))
     with tma.recorded() as descriptors:
         report = aot.compile_for(call, *args)
-    check_descriptors(descriptors)
+    check_descriptors(descriptors, v)
     check(report, 1, TEAM, 1)
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, hopper, paged_attention, ref
 from pallas_kernels.paged_attention.api import tile_of
 from pallas_kernels.served import multiplied
-from pallas_kernels.spec import AttentionSpec, Pages, Rows
+from pallas_kernels.spec import AttentionSpec, Rows
 from tests.pallas_kernels.cases import DECODE, LARGEST, VERIFY, B, attention, inputs
 from tests.pallas_kernels.variants import LEVEL
 
@@ -57,7 +57,7 @@ def run(
         kernel = paged_attention
         static |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
         kwargs["dtype"] = result
-    pages, rows = Pages(data.keys, data.values, data.table), Rows(data.start, data.length)
+    pages, rows = data.pages, Rows(data.start, data.length)
     got = np.asarray(kernel(jnp.asarray(q), pages, rows, AttentionSpec(**static), **kwargs))
     assert got.shape == q.shape
     assert got.dtype == result

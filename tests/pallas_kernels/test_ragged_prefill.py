@@ -12,7 +12,7 @@ from pallas_kernels.launch import interpreter
 from pallas_kernels.ragged_prefill import hopper, ragged_prefill, ref
 from pallas_kernels.ragged_prefill.api import tile_of
 from pallas_kernels.served import multiplied
-from pallas_kernels.spec import AttentionSpec, Chunks, Pages
+from pallas_kernels.spec import AttentionSpec, Chunks
 from tests.pallas_kernels.cases import LARGEST, PREFILL, B, attention, inputs
 
 F8 = jnp.float8_e4m3fn
@@ -56,7 +56,7 @@ def run(
         kernel = ragged_prefill
         static |= {"tune": {**TUNE, **(tune or {})}, "interpret": interpreter()}
     count = jnp.asarray([c for _, c in spans], jnp.int32)
-    pages = Pages(data.keys, data.values, data.table)
+    pages = data.pages
     chunks = Chunks(jnp.asarray(first), data.start, count)
     got = kernel(jnp.asarray(q), pages, chunks, AttentionSpec(**static), **kwargs)
     got = np.array(got, np.float32)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.int8_pages import BEHIND
 from pallas_kernels.paged_attention import Tree
 
 BF16, F16, F8, I8 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8
@@ -45,11 +44,6 @@ class Variant:
     def tokens(self) -> int:
         """Query tokens of a decode row."""
         return len(self.tree.sees) if self.tree else self.J
-
-    @property
-    def width(self) -> int:
-        """Of a key in the pool."""
-        return self.H + BEHIND * (self.dtype == I8)
 
     @property
     def static(self) -> dict[str, Any]:
