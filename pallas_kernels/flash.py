@@ -73,17 +73,23 @@ def scores(
     scale: float,
     soft_cap: float,
     issued: Callable[[], None] | None,
-    of_keys: Any = None,
+    of_keys: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """float32[64, block] in units of log2. ``issued`` is called while the product runs. ``of_keys``: shared memory
-    with float32[block], what each key is multiplied by; None: 1."""
+    """float32[64, block] in units of log2. ``issued`` is called while the product runs. ``of_keys``: gives
+    float32[block], what each key is multiplied by; None: 1."""
     return scores_while(q, k, scale, soft_cap, issued or (lambda: None), of_keys)[0]
 
 
 def scores_while(
-    q: Any, k: Any, scale: float, soft_cap: float, during: Callable[[], Any], of_keys: Any = None
+    q: Any,
+    k: Any,
+    scale: float,
+    soft_cap: float,
+    during: Callable[[], Any],
+    of_keys: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """``scores``, and the result of ``during``, which is computed while the product runs."""
+    """``scores``, and the result of ``during``, which is computed while the product runs and which ``of_keys`` is
+    given."""
 
     def product(acc: Any) -> Any:
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
@@ -92,7 +98,7 @@ def scores_while(
 
     x, found = pl.run_scoped(product, plgpu.ACC((M, k.shape[0]), jnp.float32))
     if of_keys is not None:
-        x = x * along_columns(by_column(of_keys), x)
+        x = x * along_columns(of_keys(found), x)
     if soft_cap:
         return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E), found
     return x * (scale * LOG2E), found

@@ -426,18 +426,17 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     tile, slot = team.tile, team.slot(i)
     at = (i + base) * tile.block
     _arrived(team, "k", slot)
-    issued = partial(_arrived, team, "v", slot) if tile.widens else None
-    of_keys = team.room("k_scale").at[slot] if tile.scaled else None
-    x = flash.scores(q, _multiplied(team, "k", slot), tile.scale, tile.soft_cap, issued, of_keys)
     low = start + (tile.base - tile.window + 1) if tile.window else 0
+    seen = (at, low, length) if masked else None
+    read = partial(_scales, team, slot, seen) if tile.scaled else None
+    during = partial(_arrived, team, "v", slot, read) if tile.widens else lambda: None
+    k, of_keys = _multiplied(team, "k", slot), (lambda found: found[0]) if tile.scaled else None
+    x, factors = flash.scores_while(q, k, tile.scale, tile.soft_cap, during, of_keys)
     if masked:
         x = _mask(team, x, at, start, length)
     p, keep, m, total = flash.weights(x, sums)
     if tile.scaled:
-        scales = team.room("v_scale").at[slot]
-        factor = flash.seen_scales(scales, at, low, length) if masked else flash.by_column(scales)
-        p = p * flash.along_columns(factor, p)
-        plgpu.barrier_arrive(team.barrier("free", slot))
+        p = p * flash.along_columns(factors[1], p)
     if not tile.widens:
         _arrived(team, "v", slot)
     v = _multiplied(team, "v", slot).at[:, pl.ds(part * tile.chunk, tile.chunk)]
@@ -450,14 +449,22 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     return Sums(o, m, total)
 
 
-def _arrived(team: _Team, name: str, slot: Any) -> None:
-    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free, but for scales
-    that are yet to be read."""
+def _arrived(team: _Team, name: str, slot: Any, read: Any = None) -> Any:
+    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free. Gives what
+    ``read`` finds in it before that."""
     plgpu.barrier_wait(team.barrier(f"{name}_here", slot))
+    found = read() if read else None
     if team.tile.widens:
         flash.widen(team.room(name).at[slot], team.room(f"{name}_wide"))
-        if name == "v" and not team.tile.scaled:
+        if name == "v":
             plgpu.barrier_arrive(team.barrier("free", slot))
+    return found
+
+
+def _scales(team: _Team, slot: Any, seen: Any) -> tuple[Any, Any]:
+    """Of the keys and of the values of a block; of values that are not ``seen``, if that says which are, zero."""
+    k, v = (team.room(f"{name}_scale").at[slot] for name in ("k", "v"))
+    return flash.by_column(k), flash.seen_scales(v, *seen) if seen else flash.by_column(v)
 
 
 def _multiplied(team: _Team, name: str, slot: Any) -> Any:

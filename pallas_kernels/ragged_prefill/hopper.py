@@ -337,6 +337,11 @@ def _scales_seen(job: _Job, scales, j) -> Any:
     return flash.seen_scales(scales, at, _first_seen(job), job.length)
 
 
+def _of_keys(job: _Job, slot, _) -> Any:
+    """What each key of a block is multiplied by."""
+    return flash.by_column(job.sm["k_scale"].at[slot])
+
+
 def _load_values(job: _Job, values, ids, j, slot) -> None:
     """Copy a block of values. One that holds what no token of the sequence may see is cleaned
     before anyone is told that it is here."""
@@ -400,7 +405,7 @@ def _block(job: _Job, wg, skip, j, sums: Sums, *, masked: bool) -> Sums:
     at = j * tile.block
     plgpu.barrier_wait(sm["k_here"].at[slot])
     turn = partial(_take_turn, job) if tile.ping_pong else None
-    of_keys = sm["k_scale"].at[slot] if tile.scaled else None
+    of_keys = partial(_of_keys, job, slot) if tile.scaled else None
     x = flash.scores(sm["q_in"].at[wg], sm["k"].at[slot], tile.scale, tile.soft_cap, turn, of_keys)
     plgpu.barrier_arrive(sm["k_free"].at[slot])
     if masked:
@@ -440,7 +445,7 @@ def _plain_ahead(job: _Job, wg, low, high, sums: Sums) -> Sums:
         slot = job.slot(j)
         plgpu.barrier_wait(sm["k_here"].at[slot])
         k = sm["k"].at[slot]
-        of_keys = sm["k_scale"].at[slot] if tile.scaled else None
+        of_keys = partial(_of_keys, job, slot) if tile.scaled else None
         found = flash.scores_while(sm["q_in"].at[wg], k, tile.scale, tile.soft_cap, during, of_keys)
         plgpu.barrier_arrive(sm["k_free"].at[slot])
         return found
