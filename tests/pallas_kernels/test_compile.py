@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
-from jserve.model.arch import resized
+from jserve.model.arch import resized, with_kv_forms
 from jserve.model.attention import AttendArgs, backend
 from jserve.model.attn_dense import GATHERED
 from jserve.model.largest import BY_KERNEL, PARTS
@@ -222,9 +222,11 @@ def check_step(
     attn: str = "hopper",
 ) -> aot.Report:
     """All that holds for a step of any model; ``layers`` 0 is the model's own depth. Over 8 bits the
-    checkpoint has scales, too."""
+    checkpoint has scales, too; over bytes (``I8``) each key and value has one, but in the first layer."""
     arch = dataclasses.replace(ARCHS[name], kv_scales=kv_dtype == F8)
     arch = resized(arch, L=layers) if layers else arch
+    if kv_dtype == I8:
+        arch = with_kv_forms(arch, "int8_per_token_head", ("0",), "bfloat16")
     # A device's share of the pool is the same however many there are, as in an engine.
     model = step_model(arch, tp=tp, n_pages=n_pages * tp, kv_dtype=kv_dtype)
     model = dataclasses.replace(model, backend=backend(attn, "cuda"))
@@ -237,7 +239,7 @@ def check_step(
     assert report.temp_bytes < layer_bytes(model), "scratch is as large as a layer's KV"
     assert report.alias_bytes >= arch.L * layer_bytes(model), "KV is not updated in place"
     large = report.copies(min(layer_bytes(model) // 2, smallest_matrix(model)))
-    moved = [copy for copy in large if " bf16[" in copy or " f8e4m3fn[" in copy]
+    moved = [copy for copy in large if re.search(r" (bf16|f8e4m3fn|s8)\[", copy)]
     assert not moved, moved
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
     if not reads_queries_where_they_lie(model, bucket):
@@ -347,6 +349,11 @@ def test_a_tree_beside_prefill(kv_dtype: Any) -> None:
     """The path that stands is moved in place, too."""
     bucket = Bucket(D=8, P=128, F=4, J=8, tree=(0, 0, 0, 1, 1, 2, 4))
     check_step("llama-3.1-8b", bucket, layers=2, kv_dtype=kv_dtype)
+
+
+def test_a_mixed_step_over_bytes() -> None:
+    """int8 and its scales, and a layer of bfloat16 as bytes: views of the pool, no copies."""
+    check_step("llama-3.2-1b", Bucket(D=16, P=256, F=4), layers=2, kv_dtype=I8)
 
 
 def test_two_layers_over_8_bits_of_a_sharded_step() -> None:
