@@ -58,6 +58,9 @@ STAGES: dict[str, Stage] = {
     "steps_8b": Stage("bench.gpu_steps", "steps_8b", 150, "batch 1: 245 tok/s, batch 32 up: 85 %"),
     "verify": Stage("bench.gpu_steps", "verify", 120, "batch 1: 550 tok/s where 3 of 8 stand"),
     "steps_8b_kv8": Stage("bench.gpu_steps", "steps_8b_kv8", 90, "8-bit KV: same share of less"),
+    "steps_8b_kv_int8": Stage(
+        "bench.gpu_steps", "steps_8b_kv_int8", 60, "KV with scales: as e4m3, 1/32 more"
+    ),
     "prefill_times": Stage("bench.gpu_kernels", "prefill_times", 60, "FlashAttention-3 beside it"),
     "attention_peers": Stage("bench.gpu_attention_peers", "attention_peers", 90, "what to beat"),
     "serving": Stage("bench.gpu_serving", "serving", 240, "tokens a second over HTTP"),

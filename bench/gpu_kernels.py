@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu_record import Record
+from jserve.model.kv_apart import BEHIND, read_by_kernels
+from jserve.model.kv_bytes import encode
 from pallas_kernels.launch import interpreter
 from pallas_kernels.paged_attention import Tree, paged_attention, ref as paged_ref
 from pallas_kernels.ragged_prefill import ragged_prefill, ref as prefill_ref
@@ -40,14 +42,22 @@ class Shape(NamedTuple):
     Z: int = 64
     dtype: Any = jnp.bfloat16
 
+    @property
+    def vector_bytes(self) -> int:
+        """Of a key or a value, with the scale of int8."""
+        scale = BEHIND if self.dtype == I8 else 0
+        return self.H * jnp.dtype(self.dtype).itemsize + scale
 
-F8 = jnp.float8_e4m3fn
+
+F8, I8 = jnp.float8_e4m3fn, jnp.int8
 SHAPES = {
     "1b": Shape(8, 4, 64),
     "8b": Shape(8, 4, 128),
     "8b tp8": Shape(1, 4, 128),
     "1b, 8 bits": Shape(8, 4, 64, dtype=F8),
     "8b, 8 bits": Shape(8, 4, 128, dtype=F8),
+    "1b, int8": Shape(8, 4, 64, dtype=I8),
+    "8b, int8": Shape(8, 4, 128, dtype=I8),
 }
 TREE = Tree.of((-1, *((j - 1) // 2 for j in range(1, 16))))
 LEVEL = Tree(((True, False, True, False), (True, True, False, True)), (0, 1, 1, 2))
@@ -55,8 +65,8 @@ LEVEL = Tree(((True, False, True, False), (True, True, False, True)), (0, 1, 1, 
 
 
 class Pools(NamedTuple):
-    keys: jax.Array
-    values: jax.Array
+    layer: Pages
+    """Without a table."""
     table: jax.Array
     start: jax.Array
     length: jax.Array
@@ -67,14 +77,14 @@ class Pools(NamedTuple):
 
     @property
     def pages(self) -> Pages:
-        return Pages(self.keys, self.values, self.table)
+        return self.layer._replace(table_RM=self.table)
 
 
 def pools(
     spans: Sequence[Span], shape: Shape, seed: int, *, poison: bool = False, copies: int = 1
 ) -> Pools:
-    """Rows on random pages; with ``poison`` all that no row may see is NaN. ``copies`` of the rows
-    lie in the pool, other values each."""
+    """Rows on random pages; with ``poison`` all that no row may see is NaN (of int8, its scale). ``copies`` of the
+    rows lie in the pool, other values each."""
     rng = np.random.default_rng(seed)
     start = np.array([s if c else 0 for s, c in spans], np.int32)
     count = np.array([c for _, c in spans], np.int32)
@@ -89,14 +99,20 @@ def pools(
         used[table[r, :n]] = np.arange(n * shape.Z).reshape(n, shape.Z) < length[r]
     seen = jnp.asarray(used)[:, None, :, None] if poison else True
 
-    def draw(key: jax.Array) -> jax.Array:
-        x = jax.random.normal(key, (copies * P, shape.K, shape.Z, shape.H), jnp.bfloat16)
-        return jnp.where(seen, x, jnp.nan).astype(shape.dtype)
+    @jax.jit
+    def draw(key: jax.Array) -> Pages:
+        lead = (copies * P, shape.K, shape.Z)
+        k, v = jax.random.normal(key, (2, *lead, shape.H), jnp.bfloat16)
+        k, v = (jnp.where(seen, x, jnp.nan) for x in (k, v))
+        if shape.dtype != I8:
+            return Pages(k.astype(shape.dtype), v.astype(shape.dtype), None)
+        vectors = (encode(x, shape.vector_bytes) for x in (k, v))
+        parts = [part for x in vectors for part in jnp.split(x, [shape.H], axis=-1)]
+        return read_by_kernels(tuple(parts), shape.H)
 
-    k, v = jax.random.split(jax.random.key(seed))
     first = np.cumsum(np.concatenate([[0], count[:-1]])).astype(np.int32)
     arrays = (table, start, length, count, first, np.int32(P))
-    return Pools(jax.jit(draw)(k), jax.jit(draw)(v), *map(jnp.asarray, arrays))
+    return Pools(draw(jax.random.key(seed)), *map(jnp.asarray, arrays))
 
 
 def queries(seed: int, *shape: int) -> jax.Array:
@@ -193,11 +209,15 @@ def decode_numerics(record: Record) -> None:
         ("pages of 128", Shape(8, 4, 128, 128), 1, {}, {}),
         ("8b, 8 bits", SHAPES["8b, 8 bits"], 1, {}, {}),
         ("1b, 8 bits, verify of 4", SHAPES["1b, 8 bits"], 4, {}, {"window": 50}),
+        ("8b, int8", SHAPES["8b, int8"], 1, {}, {}),
+        ("1b, int8, verify of 4", SHAPES["1b, int8"], 4, {}, {"window": 50}),
+        ("int8, pages of 32", Shape(4, 7, 128, 32, I8), 1, {}, {"soft_cap": 20.0}),
+        ("8b, int8, tree of 16", SHAPES["8b, int8"], 16, {}, {"tree": TREE, "window": 50}),
         ("8b, tree of 16", SHAPES["8b"], 16, {}, {"tree": TREE}),
         ("8b, 8 bits, tree of 16", SHAPES["8b, 8 bits"], 16, {}, {"tree": TREE, "window": 50}),
         ("1b, level of a tree", SHAPES["1b"], 2, {}, {"tree": LEVEL}),
     ]
-    few = ("8b, shared memory form", "1b", "8b, 8 bits", "1b, level of a tree")
+    few = ("8b, shared memory form", "1b", "8b, 8 bits", "8b, int8", "1b, level of a tree")
     for name, shape, J, tune, variant in cases:
         if tiny and name not in few:
             continue
@@ -224,8 +244,7 @@ def _decode_check(rows: Any, shape: Shape, J: int, tune: dict, variant: dict, ti
 
 def decode_bytes(spans: Iterable[Span], shape: Shape) -> int:
     """Keys and values that a call must read."""
-    itemsize = jnp.dtype(shape.dtype).itemsize
-    return sum(s + c for s, c in spans) * 2 * shape.K * shape.H * itemsize
+    return sum(s + c for s, c in spans) * 2 * shape.K * shape.vector_bytes
 
 
 def _loads(tiny: bool) -> dict[str, list[Span]]:
@@ -247,7 +266,7 @@ def _loads(tiny: bool) -> dict[str, list[Span]]:
 def decode_times(record: Record) -> None:
     """Share of the read bandwidth at loads far larger than the L2, and at small ones."""
     limit = record.figure("facts", "read bandwidth", "bytes_per_s", READ_BANDWIDTH)
-    for name in ("8b", "8b, 8 bits", "1b", "8b tp8", "1b, 8 bits"):
+    for name in ("8b", "8b, 8 bits", "8b, int8", "1b", "8b tp8", "1b, 8 bits", "1b, int8"):
         for load, spans in _loads(record.tiny).items():
             if record.tiny and not name.startswith("1b"):
                 continue
@@ -333,8 +352,11 @@ def prefill_numerics(record: Record) -> None:
         ("cap", SHAPES["8b"], {}, {"soft_cap": 20.0}),
         ("8b, 8 bits", SHAPES["8b, 8 bits"], {}, {}),
         ("1b, 8 bits", SHAPES["1b, 8 bits"], {}, {"window": 100}),
+        ("8b, int8", SHAPES["8b, int8"], {}, {}),
+        ("1b, int8", SHAPES["1b, int8"], {}, {"window": 100}),
+        ("int8, pages of 32", Shape(4, 7, 128, 32, I8), {}, {"soft_cap": 20.0}),
     ]
-    few = ("8b, shared memory form", "8b, 8 bits")
+    few = ("8b, shared memory form", "8b, 8 bits", "8b, int8")
     for name, shape, tune, variant in cases:
         if tiny and name not in few:
             continue
@@ -392,7 +414,7 @@ def _prompts(tiny: bool) -> dict[str, list[Span]]:
 
 def prefill_times(record: Record) -> None:
     """TFLOP/s of whole prompts and late chunks."""
-    for name in ("1b",) if record.tiny else ("8b", "8b, 8 bits", "1b"):
+    for name in ("1b",) if record.tiny else ("8b", "8b, 8 bits", "8b, int8", "1b"):
         for load, spans in _prompts(record.tiny).items():
             measure = functools.partial(_prefill_time, spans, SHAPES[name], {}, record.tiny)
             record.attempt(f"{name}, {load}", measure)

@@ -84,6 +84,7 @@ ROWS = (
     Row("facts", r"matmul .*", _matmul),
     Row("steps_8b", r"8b, (batch .*|mixed .*)", _step),
     Row("steps_8b_kv8", r"8b, (batch .*|mixed .*)", _step),
+    Row("steps_8b_kv_int8", r"8b, (batch .*|mixed .*)", _step),
     Row("steps_1b", r"1b, (batch .*|mixed .*)", _step),
     Row("graphs", r"1b, .*", _step),
     Row("verify", r"8b, .* (verify|tree) of \d+", _verified),

@@ -19,10 +19,11 @@ import numpy as np
 from bench.gpu_record import NotHere, Record
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, backend, check_layers
+from jserve.model.attention import AttentionBackend, LayerKV, backend, check_layers
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
+from jserve.model.kv_bytes import widened
 from jserve.model.kv_quant import stored
 from jserve.model.mesh import make_mesh
 from jserve.model.shard import ShardRules
@@ -118,22 +119,37 @@ class Rig:
         kept, heads_second = self.model.kv_dtype, self.model.backend.kv_axis == 1
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def one(old: jax.Array, key: jax.Array, bad_PZ: jax.Array) -> jax.Array:
+        def one(parts: LayerKV, key: jax.Array, bad_PZ: jax.Array) -> LayerKV:
+            old, width = parts[0], sum(part.shape[-1] for part in parts)
             P, Z = bad_PZ.shape
             swaps = heads_second and old.ndim == 4  # latents have no heads
             rest = old.shape[1::2] if swaps else old.shape[2:]
+            rest = (*rest[:-1], self.arch.H if self.arch.kv_forms else width)
             x = jax.random.normal(key, (P, Z, *rest), jnp.bfloat16)
             x = jnp.where(bad_PZ.reshape(P, Z, *[1] * len(rest)), jnp.nan, x)
-            return stored(x.swapaxes(1, 2) if swaps else x, kept)
+            x = stored(x.swapaxes(1, 2) if swaps else x, kept, width)
+            return attention.parts(x)
 
-        dims, n_pages = self.model.dims, self.model.n_pages
+        def layer(kv: LayerKV, two: jax.Array) -> LayerKV:
+            n = len(kv) // 2 or 1
+            vectors = [kv[i : i + n] for i in range(0, len(kv), n)]
+            drawn = (
+                one(parts, k, bad) for parts, k in zip(vectors, two[: len(vectors)], strict=True)
+            )
+            return tuple(part for parts in drawn for part in parts)
+
+        dims, n_pages, attention = self.model.dims, self.model.n_pages, self.model.backend
         bad = jnp.zeros((n_pages, dims.Z), bool) if poison is None else jnp.asarray(poison)
         keys = jax.random.split(jax.random.key(5), 2 * self.arch.L).reshape(-1, 2)
-        kv = [
-            tuple(one(pool, k, bad) for pool, k in zip(layer, two[: len(layer)], strict=True))
-            for layer, two in zip(self.state.kv, keys, strict=True)
-        ]
+        kv = [layer(kv, two) for kv, two in zip(self.state.kv, keys, strict=True)]
         self.state = DeviceState(kv=kv, slots=self.state.slots)
+
+    def last_keys(self) -> np.ndarray:
+        """float32[P, Z, K, H]: those that the last layer has stored."""
+        kv, attn = self.state.kv[-1], self.model.backend
+        keys = jnp.concatenate(kv[:2], -1) if len(kv) == 4 else kv[0]
+        found = np.asarray(widened(keys, self.arch.H), np.float32)
+        return found.swapaxes(1, 2) if attn.kv_axis == 1 else found
 
     def compile(self, bucket: Bucket) -> float:
         """Compile a step as the engine does, if it is new. Returns the seconds."""
@@ -192,7 +208,7 @@ def _attention(arch: Arch, name: str, kv_dtype: Any) -> AttentionBackend:
     platform = jax.devices()[0].platform
     found = backend(name, platform)
     try:
-        check_layers(found, arch, found.kv_dtype(kv_dtype), ())
+        check_layers(found, arch, found.kv_dtype(kv_dtype), (), 64)
     except ConfigError:
         return backend("xla" if platform == "cpu" else "dense_experts", platform)
     return found

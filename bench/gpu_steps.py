@@ -21,8 +21,10 @@ import numpy as np
 
 from bench.gpu_record import GRAPHS, Record
 from bench.gpu_rig import ARCHS, FAMILIES, Rig, Span, least_seconds
-from jserve.model.arch import Arch, resized
+from jserve.kv_layout import KV_FORMS
+from jserve.model.arch import Arch, resized, with_kv_forms
 from jserve.model.draft_tree import Parents
+from jserve.model.kv_bytes import BYTES
 from jserve.model.kv_quant import E4M3
 from jserve.model.view import Bucket
 
@@ -42,6 +44,7 @@ def step_numerics(record: Record) -> None:
         cases = {
             "tiny": ("tiny", 1, rows, chunk, Bucket(D=2, P=8, F=1), BF16),
             "tiny, tree, 8 bits": ("tiny", 1, [(70, 4), (3, 1)], chunk, tree, E4M3),
+            "tiny, int8": ("tiny", 1, rows, chunk, Bucket(D=2, P=8, F=1), BYTES),
         }
     else:
         mixed = Bucket(D=16, P=256, F=4)
@@ -54,6 +57,7 @@ def step_numerics(record: Record) -> None:
             "8b, 2 layers, mixed": ("8b", 2, rows, chunks, mixed, BF16),
             "8b, 2 layers, verify": ("8b", 2, few, [], verify, BF16),
             "8b, 2 layers, mixed, 8 bits": ("8b", 2, rows, chunks, mixed, E4M3),
+            "8b, 2 layers, mixed, int8": ("8b", 2, rows, chunks, mixed, BYTES),
             "8b, 2 layers, tree beside chunks": ("8b", 2, few, chunks, tree, BF16),
         }
     for name, (arch, L, decode, prefill, bucket, dtype) in cases.items():
@@ -64,21 +68,25 @@ def step_numerics(record: Record) -> None:
 def _step_check(
     record: Record, name: str, L: int, decode: Any, prefill: Any, bucket: Bucket, dtype: Any
 ) -> dict[str, Any]:
-    arch = _with_layers(ARCHS[name], L)
+    arch = _stored_as(_with_layers(ARCHS[name], L), dtype)
     outs, pools = [], []
     for attn in ("ref", record.attn):
         rig = Rig(arch, attn, n_pages=64 if name == "tiny" else 1024, M=32, kv_dtype=dtype)
         rig.fill(_unseen(rig, (*decode, *prefill)))
         out = rig.run(bucket, rig.buffer(bucket, decode, prefill))
         outs.append(np.asarray(out.packed_RX))
-        keys = np.asarray(rig.state.kv[-1][0], np.float32)
-        pools.append(keys.swapaxes(1, 2) if rig.model.backend.kv_axis == 1 else keys)
+        pools.append(rig.last_keys())
         del rig
     return _compare_steps(outs, pools, bucket, len(decode), len(prefill))
 
 
 def _with_layers(arch: Arch, L: int) -> Arch:
     return resized(arch, L=L)
+
+
+def _stored_as(arch: Arch, dtype: Any) -> Arch:
+    """``arch`` with a scale for each key and value where KV is of bytes."""
+    return with_kv_forms(arch, KV_FORMS[0], (), "bfloat16") if dtype == BYTES else arch
 
 
 def _unseen(rig: Rig, rows: Any) -> np.ndarray:
@@ -100,7 +108,7 @@ def _compare_steps(outs: Any, pools: Any, bucket: Bucket, D: int, F: int) -> dic
     logprobs = [x[:, 2 + J].astype(np.int32).view(np.float32) for x in (ref, got)]
     known = ~np.isnan(pools[0])
     known[0] = False  # the scratch page: only one of the two writes padding there
-    # Of two numbers that round to neighbours in e4m3 one is up to an eighth above the other.
+    # Of two numbers that round to neighbours in e4m3 one is up to an eighth above the other; in int8 by less.
     apart = (np.abs(pools[0] - pools[1]) / np.maximum(1, np.abs(pools[0])))[known].max()
     return {
         "keys_apart": float(apart),
@@ -143,6 +151,11 @@ def steps_8b_kv8(record: Record) -> None:
     _steps(record, "8b", n_pages=16900, kv_dtype=E4M3)
 
 
+def steps_8b_kv_int8(record: Record) -> None:
+    """As many rows as there are of e4m3, with a scale for each key and value: 1/32 more bytes."""
+    _steps(record, "8b", n_pages=16380, kv_dtype=BYTES, batches=(1, 64, 32), contexts=(2048, 8192))
+
+
 def steps_30b_a3b(record: Record) -> None:
     """Experts: KV of 64 rows of 2k, 13 GB beside 61 GB of weights."""
     _steps(record, "30b-a3b", n_pages=2112, batches=(1, 64, 8, 32), contexts=(2048, 512))
@@ -164,7 +177,8 @@ def _filled(record: Record, name: str, *, n_pages: int, M: int, kv_dtype: Any = 
     def draw() -> dict[str, Any]:
         begin = time.perf_counter()
         how: dict[str, Any] = {"kv_dtype": kv_dtype, "cuda_graphs": record.cuda_graphs}
-        rig = Rig(ARCHS[name], record.attn, n_pages=n_pages, M=M, family=FAMILIES[name], **how)
+        arch = _stored_as(ARCHS[name], kv_dtype)
+        rig = Rig(arch, record.attn, n_pages=n_pages, M=M, family=FAMILIES[name], **how)
         rig.fill()
         jax.block_until_ready(rig.state.kv)
         found.append(rig)

@@ -1,4 +1,4 @@
-"""The pages that the code writes: options, request fields, metrics.
+"""The pages that the code writes: options, request fields, metrics; and a table of paths in docs/quantisation.md.
 
     python docs/generate.py            # all of them; starts a small server for its metrics, about a minute
     python docs/generate.py --quick    # options and fields only
@@ -29,6 +29,8 @@ from jserve.api.ops.engine_metrics import FLEET_COUNTERS, FLEET_GAUGES
 from jserve.api.ops.support import markdown
 from jserve.cli import app
 from jserve.config import sections
+from jserve.model.dot import path_of
+from jserve.model.quant import Form
 from jserve.option_names import flat_name
 
 ROOT = Path(__file__).parent.parent
@@ -71,6 +73,31 @@ the label `model_name`. Those of speculation, experts, host memory, disk and rep
 | metric | type | labels | |
 |---|---|---|---|
 """
+SERVED = {
+    "int8 rounded": ("int8", {"rounded": True}),
+    "int8": ("int8", {}),
+    "int8, groups": ("int8", {"group": 128}),
+    "int8 zeros": ("int8", {"zeros": True}),
+    "int8 zeros, groups": ("int8", {"zeros": True, "group": 128}),
+    "int8 zeros ordered, groups": ("int8", {"zeros": True, "ordered": True, "group": 128}),
+    "int8 shifts, groups": ("int8", {"shifts": True, "group": 32}),
+    "int8 static": ("int8", {"rounded": True, "static": True}),
+    "e4m3 rounded": ("e4m3", {"rounded": True}),
+    "e4m3 rounded, groups": ("e4m3", {"rounded": True, "group": 128}),
+    "e4m3": ("e4m3", {}),
+    "e4m3, groups": ("e4m3", {"group": 32}),
+    "e4m3 static": ("e4m3", {"rounded": True, "static": True}),
+    "e4m3 bounded": ("e4m3", {"rounded": True, "bound": 1200.0}),
+    "int4, groups": ("int4", {"group": 128}),
+    "int4 zeros, groups": ("int4", {"group": 128, "zeros": True}),
+    "int4 ordered, groups": ("int4", {"group": 128, "ordered": True}),
+    "uint4 shifts, groups": ("uint4", {"group": 32, "shifts": True}),
+    "e2m1, groups": ("e2m1", {"group": 32}),
+}
+"""Forms in which checkpoints are served (docs/quantisation.md has which), and what distinguishes them."""
+PATHS_FROM, PATHS_TO = "<!-- paths: written by docs/generate.py -->", "<!-- end of paths -->"
+PATH_LEVELS = ("avx512_bf16", "avx512f", "avx2", "")
+PATH_ROWS = (1, 16, 64, 256)
 BOUNDS = {"min": "at least", "max": "at most"}
 SMALL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -179,6 +206,32 @@ def metrics(scrape: str) -> str:
     return METRICS + "".join(rows)
 
 
+def quantisation() -> str:
+    """docs/quantisation.md with its table of paths."""
+    page = (ROOT / "docs" / "quantisation.md").read_text()
+    before, rest = page.split(PATHS_FROM)
+    return before + PATHS_FROM + "\n" + paths_table() + PATHS_TO + rest.split(PATHS_TO)[1]
+
+
+def paths_table() -> str:
+    """Of each form in which a matrix of a bfloat16 model is served, the path of its products: on a CPU by the level of
+    its kernels, where none takes it, and on a GPU."""
+    lines = [
+        f"| form | rows | {' | '.join(PATH_LEVELS[:-1])} | no kernels; GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (kind, how) in SERVED.items():
+        form: Form = Form(kind=kind, **how)
+        cells: dict[tuple[str, ...], list[str]] = {}
+        for n in PATH_ROWS:
+            found = tuple(path_of(form, level, n) for level in PATH_LEVELS)
+            cells.setdefault(found, []).append(str(n))
+        for found, of in cells.items():
+            lines.append(f"| {name} | {', '.join(of)} | {' | '.join(found)} |")
+            name = ""
+    return "\n".join(lines) + "\n"
+
+
 def fleet_rows() -> list[tuple[str, str, list[str], str]]:
     """As ``rows_of``, of what there is with replicas only."""
     gauges = [(f"jserve:{name}", "gauge", [], help) for name, help in FLEET_GAUGES.items()]
@@ -255,6 +308,7 @@ def main() -> None:
     docs = ROOT / "docs"
     (docs / "options.md").write_text(options())
     (docs / "http-fields.md").write_text(fields())
+    (docs / "quantisation.md").write_text(quantisation())
     if "--quick" not in sys.argv[1:]:
         with everything() as url:
             (docs / "metrics.md").write_text(metrics(scraped(url)))

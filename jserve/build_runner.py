@@ -26,7 +26,7 @@ from jserve.runner.layout import partitionable, placement
 from jserve.runner.program_files import ProgramFiles, Unusable
 from jserve.runner.programs import use_compile_cache
 from jserve.runner.runner import ModelRunner
-from jserve.runner.sizes import attention_name, kv_dtype
+from jserve.runner.sizes import attention_name, kv_name
 from jserve.speculation.drafters.load import copying, load_speculation
 from jserve.speculation.host.methods import DEVICE, check, shape
 from jserve.weights.hf import dtype_name
@@ -148,7 +148,7 @@ def with_attention(
     if name == "dense_experts" and experts is None:
         name = "dense"
     if name in KERNELS:
-        heads = (arch.H, arch.N // arch.K, page_size, str(kv_dtype(config, dtype)))
+        heads = (arch.H, arch.N // arch.K, page_size, kv_name(config, dtype))
         fault = selftest.fault(selftest.command(name, *heads, experts, _latent(arch)))
         name, reason = ("dense", fault) if fault else (name, reason)
     if name != "hopper":

@@ -27,6 +27,7 @@ MASKED = -1e30
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)
+COLUMNS = WGMMA.reduce(0)
 WIDENED = plgpu.Layout.WGMMA_UPCAST_2X
 """WGMMA's rows with four neighbours of a row in each thread, so that 8-bit values fill a register."""
 
@@ -61,15 +62,34 @@ def swizzled(*shape: int, dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def scores(q: Any, k: Any, scale: float, soft_cap: float, issued: Callable[[], None] | None) -> Any:
-    """float32[64, block] in units of log2. ``issued`` is called while the product runs."""
-    return scores_while(q, k, scale, soft_cap, issued or (lambda: None))[0]
+def along_columns(vector: Any, like: Any) -> Any:
+    """A number a column, repeated along the rows of ``like``."""
+    return lax.broadcast_in_dim(vector, like.shape, [1])
+
+
+def scores(
+    q: Any,
+    k: Any,
+    scale: float,
+    soft_cap: float,
+    issued: Callable[[], None] | None,
+    of_keys: Callable[[Any], Any] | None = None,
+) -> Any:
+    """float32[64, block] in units of log2. ``issued`` is called while the product runs. ``of_keys``: gives
+    float32[block], what each key is multiplied by; None: 1."""
+    return scores_while(q, k, scale, soft_cap, issued or (lambda: None), of_keys)[0]
 
 
 def scores_while(
-    q: Any, k: Any, scale: float, soft_cap: float, during: Callable[[], Any]
+    q: Any,
+    k: Any,
+    scale: float,
+    soft_cap: float,
+    during: Callable[[], Any],
+    of_keys: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """``scores``, and the result of ``during``, which is computed while the product runs."""
+    """``scores``, and the result of ``during``, which is computed while the product runs and which ``of_keys`` is
+    given."""
 
     def product(acc: Any) -> Any:
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
@@ -77,6 +97,8 @@ def scores_while(
         return acc[...], found
 
     x, found = pl.run_scoped(product, plgpu.ACC((M, k.shape[0]), jnp.float32))
+    if of_keys is not None:
+        x = x * along_columns(of_keys(found), x)
     if soft_cap:
         return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E), found
     return x * (scale * LOG2E), found
@@ -111,6 +133,19 @@ def by_token(token: Any, values: tuple[int, ...]) -> Any:
     for j, value in enumerate(values[1:], 1):
         found = jnp.where(token == j, jnp.int32(value), found)
     return found
+
+
+def by_column(vector: Any) -> Any:
+    """A number a column of the scores, from shared memory."""
+    return plgpu.load(vector, layout=COLUMNS, optimized=False)
+
+
+def seen_scales(of_values: Any, at: Any, low: Any, high: Any) -> Any:
+    """``by_column`` of values from position ``at`` on, zero where that is not in low .. high - 1: a scale there may be
+    anything, also NaN. Numbers of int8 are never NaN, so nothing else has to be wiped."""
+    found = by_column(of_values)
+    key = plgpu.broadcasted_iota(jnp.int32, found.shape, 0, layout=COLUMNS) + at
+    return jnp.where((key >= low) & (key < high), found, jnp.zeros_like(found))
 
 
 def blank(v: Any, at: Any, low: Any, high: Any) -> None:
@@ -177,7 +212,7 @@ def page_ids(table: Any, row: Any, block_index: Any, last: Any, Z: int, block: i
 def copy_block(
     ids: tuple, pool: Any, head: Any, block_index: Any, to: Any, here: Any, Z: int, block: int
 ) -> None:
-    """Copy a block's rows of one kv head into ``to``; each copy arrives at ``here``."""
+    """Copy a block's rows of one kv head into ``to``, numbers or scales; each copy arrives at ``here``."""
     rows = page_rows(Z, block)
     begin = lax.rem(block_index * block, jnp.int32(Z)) if block < Z else 0
     for c, page in enumerate(ids):

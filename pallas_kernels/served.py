@@ -13,9 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 
 HEAD_DIMS = (64, 128, 256)
+LEAST_PAGE = 32
+"""Tokens of the smallest page of int8: the copy of its scales begins at a multiple of 128 bytes of shared memory."""
 WIDEST_SPECIAL = 128
 """Heads up to here have registers left for KV of 8 bits and for trees."""
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8)
 
 
 def check_heads(N: int, H: int, keys_PKZH: Any) -> None:
@@ -34,10 +36,12 @@ def check_heads(N: int, H: int, keys_PKZH: Any) -> None:
         raise ValueError(f"keys of 8 bits with heads of {H}: registers suffice for 64 and 128 only")
 
 
-def check_page(Z: int, block: int) -> None:
+def check_page(Z: int, block: int, dtype: Any) -> None:
     """Raises:
-    ValueError: pages of Z tokens do not tile blocks of ``block`` keys.
+    ValueError: pages of Z tokens do not tile blocks of ``block`` keys, or are too small for KV of ``dtype``.
     """
+    if jnp.dtype(dtype) == jnp.int8 and LEAST_PAGE > Z:
+        raise ValueError(f"page size {Z} of keys of int8: at least {LEAST_PAGE}")
     if Z % 8 or (block % Z and Z % block):
         raise ValueError(f"page size {Z} must be a multiple of 8 and divide {block} or be divided")
 
@@ -64,5 +68,8 @@ def of_dtype(table: dict[str, Any], H: int, dtype: Any) -> dict[str, Any]:
 
 
 def multiplied(dtype: Any) -> Any:
-    """The type that the matrix unit multiplies for KV stored as ``dtype``: e4m3 has an exact float16 each."""
+    """The type that the matrix unit multiplies for KV stored as ``dtype``: e4m3 has an exact float16 each, int8 an
+    exact bfloat16, in which a weight times the scale of a value has room."""
+    if jnp.dtype(dtype) == jnp.int8:
+        return jnp.bfloat16
     return dtype if jnp.dtype(dtype).itemsize == 2 else jnp.float16

@@ -14,10 +14,14 @@ class Pages(NamedTuple):
     """A layer's pool and the pages of each row."""
 
     keys_PKZH: Any
-    """bfloat16, float16 or float8_e4m3fn. What no query of a row sees may be anything, also NaN."""
+    """bfloat16, float16, float8_e4m3fn or int8. What no query of a row sees may be anything, also NaN."""
     values_PKZH: Any
     table_RM: Any
     """int32 page ids; those beyond a row's last key are not read."""
+    k_scales_PKZ: Any = None
+    """float32, of int8 alone: what each key is multiplied by. Where no query sees one it may be anything, too."""
+    v_scales_PKZ: Any = None
+    """The same of values."""
 
 
 class Rows(NamedTuple):

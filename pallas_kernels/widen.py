@@ -28,6 +28,10 @@ class Raw(NamedTuple):
     ring: Any
     here: Callable[[Any], Any]
     """Slot of the ring -> barrier at which its copies arrive."""
+    scales: Any = None
+    """The scales of each of them, where they are int8."""
+    scale_ring: Any = None
+    """Theirs [ahead, block] in shared memory."""
 
 
 def load_widened(
@@ -37,16 +41,16 @@ def load_widened(
     ahead: int,
     ids: Callable[[Any], tuple],
     early: bool,
-    copy: Callable[[tuple, Any, Any, Any, Any], None],
-    put: Callable[[str, Any, Any], None],
+    copy: Callable[[Raw, tuple, Any, Any], None],
+    put: Callable[[Raw, Any, Any], None],
 ) -> None:
     """Load blocks ``begin`` .. ``end``.
 
     Args:
         ids: page ids of a block.
         early: read them one block ahead of their use; few pages a block leave registers for that.
-        copy: (ids, pool, block, to, barrier) begins the copies of a block.
-        put: (name, block, raw block) waits for room, widens and announces.
+        copy: (raw, ids, block, slot of the ring) begins the copies of a block.
+        put: (raw, block, slot of the ring) waits for room, widens and announces.
     """
 
     def pages(i: Any) -> tuple:
@@ -54,7 +58,7 @@ def load_widened(
 
     def start(raw: Raw, i: Any, found: tuple) -> None:
         slot = lax.rem(i - begin, jnp.int32(ahead))
-        copy(found or pages(i), raw.pool, i, raw.ring.at[slot], raw.here(slot))
+        copy(raw, found or pages(i), i, slot)
 
     def first(i: Any, _: Any) -> None:
         found = pages(i)
@@ -66,7 +70,7 @@ def load_widened(
         following = pages(i + ahead + 1) if early else ()
         for raw in raws:
             plgpu.barrier_wait(raw.here(slot))
-            put(raw.name, i, raw.ring.at[slot])
+            put(raw, i, slot)
             pl.when(i + ahead < end)(functools.partial(start, raw, i + ahead, found))
         return following
 

@@ -6,9 +6,10 @@ It owns the ``AttentionBackend`` type and the registry of backends.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from jserve.model.draft_tree import TreeShape
 from jserve.model.view import Bucket, StepDims, StepView
 
 LayerKV = tuple[jax.Array, ...]
-"""(keys, values) of one layer, each of the backend's ``kv_shape``, or its latents [P, Z, A + Y] alone."""
+"""(keys, values) of one layer, each of the backend's ``kv_shape`` and perhaps in parts (``widths``), or its latents
+[P, Z, A + Y] alone."""
 Places = tuple[jax.Array, jax.Array]
 """(pages, offsets) of entries, int32[A] each."""
 
@@ -107,6 +109,17 @@ class Projected:
     """As of ``AttendArgs``."""
 
 
+class Stored(NamedTuple):
+    """How the KV of a layer is kept."""
+
+    dtype: Any
+    """Of the pool."""
+    form: str = ""
+    """In which its bytes are numbers (``kv_bytes``); empty: they are of ``dtype``."""
+    page_size: int = 64
+    """Tokens of a page."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeKernels:
     """All that lies between the products of a decode layer, in kernels of the backend's own.
@@ -150,6 +163,8 @@ class AttentionBackend:
                read the slot). By default nothing is planned: work lists can come from the true
                lengths, on the device.
     write_kv:  (kv, k_TKH, v_TKH, view) -> kv. Padding tokens go to page 0.
+    widths:    width of a stored vector -> those of the arrays, one beside the other, in which the pool keeps its parts;
+               a layer's KV is then (keys, their second part, values, their second part).
     attend:    (args, kv, view) -> o_TNH, causal, in float32 or ``args.o_dtype``. Padding rows are
                finite. Decode rows see what ``view.tree`` says where it is given (never with sinks).
                Behind the window the page table may say anything in range (0 once a page was given
@@ -163,7 +178,7 @@ class AttentionBackend:
     decode:     kernels for the rest of a decode layer; None: XLA makes them.
     experts:    kernels for mixtures of experts; None: the forms of ``moe`` by platform.
     for_experts: True where these are all that it has beyond another backend.
-    check:     (H, dtype as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
+    check:     (H, KV as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
                what this backend cannot serve, naming the option.
     check_latent: (``Latent``, dtype as stored, shape of the trees) -> None, as ``check``, of latent attention.
     """
@@ -178,20 +193,28 @@ class AttentionBackend:
     plan: Callable[[Mapping[str, np.ndarray], Bucket, StepDims], None] = lambda *_: None
     kv_dtype: Callable[[Any], Any] = jnp.dtype
     page_axis: int = 0
+    widths: Callable[[int], tuple[int, ...]] = lambda width: (width,)
     attend_latent: Callable[[LatentArgs, jax.Array, StepView], jax.Array] | None = None
     has_sinks: bool = True
     has_chunks: bool = True
     decode: DecodeKernels | None = None
     experts: ExpertKernel | None = None
     for_experts: bool = False
-    check: Callable[[int, Any, TreeShape], None] = lambda *_: None
+    check: Callable[[int, Stored, TreeShape], None] = lambda *_: None
     check_latent: Callable[[Latent, Any, TreeShape], None] = lambda *_: None
 
-    def pool_shape(self, heads: int, width: int, n_pages: int, page_size: int) -> tuple[int, ...]:
-        """As ``kv_shape``, also of an array without heads (``KVArray``)."""
+    def pool_shapes(
+        self, heads: int, width: int, n_pages: int, page_size: int
+    ) -> list[tuple[int, ...]]:
+        """As ``kv_shape``, of each part, also of an array without heads (``KVArray``)."""
         if not heads:
-            return (n_pages, page_size, width)
-        return self.kv_shape(heads, width, n_pages, page_size)
+            return [(n_pages, page_size, width)]
+        return [self.kv_shape(heads, part, n_pages, page_size) for part in self.widths(width)]
+
+    def parts(self, vectors: jax.Array) -> tuple[jax.Array, ...]:
+        """Vectors [..., width] as ``kv_quant.stored`` gives them, in the arrays that the pool keeps them in."""
+        borders = list(itertools.accumulate(self.widths(vectors.shape[-1])))[:-1]
+        return tuple(jnp.split(vectors, borders, axis=-1))
 
     def moved(self, kv: LayerKV, old: Places, new: Places) -> LayerKV:
         """``move`` of any layer's KV."""
@@ -200,7 +223,9 @@ class AttentionBackend:
         return self.move(kv, old, new)
 
 
-def check_layers(attention: AttentionBackend, arch: Arch, stored: Any, tree: TreeShape) -> None:
+def check_layers(
+    attention: AttentionBackend, arch: Arch, stored: Any, tree: TreeShape, page_size: int
+) -> None:
     """Refuse a model that has a layer which ``attention`` cannot serve.
 
     Args:
@@ -215,7 +240,9 @@ def check_layers(attention: AttentionBackend, arch: Arch, stored: Any, tree: Tre
             f"attention_backend {attention.name} is for models with experts, {arch.family} has none; dense serves it",
             field="attention_backend",
         )
-    for kind in dict.fromkeys(layer.attn for layer in arch.layers):
+    forms = arch.kv_forms or ("",) * arch.L
+    kinds = zip((layer.attn for layer in arch.layers), forms, strict=True)
+    for kind, form in dict.fromkeys(kinds):
         if kind.chunk and not attention.has_chunks:
             raise ConfigError(
                 f"attention_backend {attention.name} does not serve the chunks of attention of"
@@ -223,7 +250,7 @@ def check_layers(attention: AttentionBackend, arch: Arch, stored: Any, tree: Tre
                 field="attention_backend",
             )
         if kind.latent is None:
-            attention.check(kind.H, stored, tree)
+            attention.check(kind.H, Stored(jnp.dtype(stored), form, page_size), tree)
         elif attention.attend_latent is None:
             raise ConfigError(
                 f"attention_backend {attention.name} does not serve the latent attention of"

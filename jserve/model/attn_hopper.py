@@ -2,8 +2,8 @@
 kinds one over latents.
 
 It owns the way from a step to the kernels' arguments. A layer's keys are [P, K, Z, H] (``kv_pool``) in bfloat16,
-float16 or e4m3, so a kv head's share of a page is one contiguous run. The step picks kernels by what the bucket
-holds::
+float16 or e4m3, or int8 with a scale each (``kv_apart``), so a kv head's share of a page is one contiguous run. The
+step picks kernels by what the bucket holds::
 
     T   |d0 d0 d1 d1 ...           |f0 f0 f0 f0 f1 f1 pad|
           paged_attention [D, J]     ragged_prefill [P]         a part of no tokens has no kernel
@@ -31,12 +31,14 @@ from jserve.model.attention import (
     ExpertKernel,
     LatentArgs,
     LayerKV,
+    Stored,
 )
 from jserve.model.attn_dense import DENSE
 from jserve.model.attn_latent import absorbed, with_values
 from jserve.model.draft_tree import DraftMask, TreeShape
+from jserve.model.kv_apart import INT8, SERVED, read_by_kernels, widths, write_kv
 from jserve.model.kv_bytes import BYTES
-from jserve.model.kv_pool import kv_shape, move, write_kv
+from jserve.model.kv_pool import kv_shape, move
 from jserve.model.kv_quant import E4M3
 from jserve.model.view import StepView
 from pallas_kernels.launch import interpreter
@@ -49,8 +51,8 @@ from pallas_kernels.mla_attention import (
 )
 from pallas_kernels.paged_attention import Tree, paged_attention
 from pallas_kernels.ragged_prefill import ragged_prefill
-from pallas_kernels.served import HEAD_DIMS, WIDEST_SPECIAL
-from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
+from pallas_kernels.served import HEAD_DIMS, LEAST_PAGE, WIDEST_SPECIAL
+from pallas_kernels.spec import AttentionSpec, Chunks, Rows
 
 
 def kv_dtype(dtype: Any) -> Any:
@@ -64,8 +66,9 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     that a window reaches into, and blank what lies before it."""
     assert args.sinks is None, "refused at start: the kernels know one query per token"
     assert view.tree is None or isinstance(view.tree, DraftMask), "refused at start"
-    q_TNH, (keys, values) = args.q_TNH, kv
+    q_TNH = args.q_TNH
     _, N, H = q_TNH.shape
+    layer = read_by_kernels(kv, H)
     D, J = view.D, view.J
     spec = AttentionSpec(
         scale=args.scale, window=args.window, soft_cap=args.soft_cap, interpret=interpret
@@ -74,7 +77,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if D:
         o_DJNH = paged_attention(
             q_TNH[: D * J].reshape(D, J, N, H),
-            Pages(keys, values, placed(view.page_table_RM[:D])),
+            layer._replace(table_RM=placed(view.page_table_RM[:D])),
             Rows(placed(view.start_R[:D]), placed(view.kv_len_R[:D])),
             spec,
             sinks_N=args.sink_logits_N,
@@ -85,7 +88,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView, *, interpret: Any = No
     if view.P:
         o_PNH = ragged_prefill(
             q_TNH[D * J :],
-            Pages(keys, values, placed(view.page_table_RM[D:])),
+            layer._replace(table_RM=placed(view.page_table_RM[D:])),
             Chunks(view.first_R[D:] - D * J, placed(view.start_R[D:]), placed(view.count_R[D:])),
             spec,
             sinks_N=args.sink_logits_N,
@@ -133,19 +136,26 @@ def placed(numbers: jax.Array) -> jax.Array:
     return jnp.maximum(numbers, 0)
 
 
-def check(H: int, stored_as: Any, tree: TreeShape) -> None:
+def check(H: int, stored: Stored, tree: TreeShape) -> None:
     """Refuse what the kernels do not do, by the name of the option that asks for it."""
-    if jnp.dtype(stored_as) == BYTES:
+    if stored.form and stored.form not in SERVED:
         raise ConfigError(
-            "kv_cache_dtype: attention_backend hopper serves no scales for each token and head, dense does",
+            f"kv_cache_dtype: attention_backend hopper does not serve KV in {stored.form}, dense does",
             field="kv_cache_dtype",
+        )
+    if stored.form == INT8 and stored.page_size < LEAST_PAGE:
+        raise ConfigError(
+            f"page_size {stored.page_size}: attention_backend hopper serves kv_cache_dtype {INT8} in pages of"
+            f" {LEAST_PAGE} tokens or more, dense in any",
+            field="page_size",
         )
     if H not in HEAD_DIMS:
         raise ConfigError(
             f"attention_backend hopper serves heads of {HEAD_DIMS}, not {H}",
             field="attention_backend",
         )
-    wish = "kv_cache_dtype fp8_e4m3" if jnp.dtype(stored_as).itemsize == 1 else ""
+    form = stored.form or ("fp8_e4m3" if jnp.dtype(stored.dtype).itemsize == 1 else "")
+    wish = f"kv_cache_dtype {form}" if form in (INT8, "fp8_e4m3") else ""
     wish = wish or ("speculative.tree" if tree else "")
     if wish and H > WIDEST_SPECIAL:
         raise ConfigError(
@@ -185,6 +195,7 @@ def hopper(platform: str) -> AttentionBackend:
         kv_axis=1,
         kv_shape=kv_shape,
         kv_dtype=kv_dtype,
+        widths=widths,
         write_kv=write_kv,
         move=move,
         has_sinks=False,

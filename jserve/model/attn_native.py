@@ -9,14 +9,13 @@ steps traced without kernels, stay on XLA.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model import native
-from jserve.model.attention import AttendArgs, LayerKV
+from jserve.model.attention import AttendArgs, LayerKV, Stored
 from jserve.model.attn_xla import XLA
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import StepView
@@ -46,7 +45,8 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     )
 
 
-def check(H: int, dtype: Any, tree: TreeShape) -> None:
+def check(H: int, stored: Stored, tree: TreeShape) -> None:
+    dtype = stored.dtype
     if dtype != jnp.uint16 or H % native.HEAD_MULTIPLE or H > native.MOST_HEAD:
         raise ConfigError(
             f"attention_backend native serves KV in bfloat16 with heads of {native.HEAD_MULTIPLE} to"

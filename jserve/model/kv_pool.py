@@ -5,6 +5,8 @@ The layout is [P, K, Z, H], in which a kv head's share of a page is one contiguo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -27,9 +29,15 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
     transpose. No two tokens share a place, and XLA is told so: it would otherwise write 16-bit
     values by compare-and-swap.
     """
+    vectors = zip(kv, (k_TKH, v_TKH), strict=True)
+    return put(kv, [stored(x, pool.dtype, pool.shape[-1]) for pool, x in vectors], view)
+
+
+def put(kv: LayerKV, vectors: Sequence[jax.Array], view: StepView) -> LayerKV:
+    """``write_kv`` of vectors [T, K, ...] that are as each array of a layer stores them."""
     page_T = jnp.where(view.pos_T >= 0, view.write_page_T, NOBODY)
     row_TK = _rows(kv[0], (page_T, view.write_off_T))
-    return _put(kv[0], row_TK, k_TKH), _put(kv[1], row_TK, v_TKH)
+    return tuple(_put(pool, row_TK, x) for pool, x in zip(kv, vectors, strict=True))
 
 
 def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
@@ -40,7 +48,7 @@ def move(kv: LayerKV, old: Places, new: Places) -> LayerKV:
     def one(pool: jax.Array) -> jax.Array:
         return _put(pool, new_AK, pool.reshape(-1, pool.shape[-1])[old_AK])
 
-    return one(kv[0]), one(kv[1])
+    return tuple(map(one, kv))
 
 
 def _rows(pool_PKZH: jax.Array, places: Places) -> jax.Array:
@@ -52,7 +60,6 @@ def _rows(pool_PKZH: jax.Array, places: Places) -> jax.Array:
     return jnp.where(page_A1 == NOBODY, P * K * Z, row_AK)
 
 
-def _put(pool: jax.Array, row_AK: jax.Array, x_AKH: jax.Array) -> jax.Array:
+def _put(pool: jax.Array, row_AK: jax.Array, stored_AKH: jax.Array) -> jax.Array:
     rows = pool.reshape(-1, pool.shape[-1]).at[row_AK]
-    new = rows.set(stored(x_AKH, pool.dtype, pool.shape[-1]), mode="drop", unique_indices=True)
-    return new.reshape(pool.shape)
+    return rows.set(stored_AKH, mode="drop", unique_indices=True).reshape(pool.shape)

@@ -12,6 +12,7 @@ never on who else was in the step, so cached pages hold what computing them agai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,9 +37,9 @@ def stored(x: jax.Array, dtype: Any, width: int = 0) -> jax.Array:
     return as_e4m3(x) if dtype == E4M3 else x.astype(dtype)
 
 
-def scales_of(layer: Any, pool: jax.Array, H: int) -> jax.Array | None:
-    """float32[K, 2] (of keys, of values) of a layer whose KV, heads of ``H``, is in ``pool``; None where all are 1."""
-    is_e4m3 = pool.dtype.itemsize == 1 and pool.shape[-1] == H
+def scales_of(layer: Any, kv: Sequence[jax.Array], H: int) -> jax.Array | None:
+    """float32[K, 2] (of keys, of values) of a layer with heads of ``H`` and this KV; None where all are 1."""
+    is_e4m3 = len(kv) == 2 and kv[0].dtype.itemsize == 1 and kv[0].shape[-1] == H
     return layer.get("kv_scale") if is_e4m3 else None
 
 

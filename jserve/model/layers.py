@@ -65,7 +65,7 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
     """Attention over what is normed already, up to its output's bias."""
     if ctx.spec.attn.latent is not None:
         return mla.attend_normed(ctx, p, x_TD, kv)
-    scale_K2, spec = scales_of(p, kv[0], ctx.spec.attn.H), ctx.spec.attn
+    scale_K2, spec = scales_of(p, kv, ctx.spec.attn.H), ctx.spec.attn
     q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx, p, x_TD))
     kv = ctx.attn.write_kv(kv, _spread(ctx, _turned(ctx, k_TKH)), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)

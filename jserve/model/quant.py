@@ -275,9 +275,10 @@ def rounded(
     """Activations as int8 or e4m3, and their scales float32[T, B]: what they are multiplied by. A token's numbers
     depend on no other token."""
     x_TBG, top = x_TBG.astype(jnp.float32), LARGEST[form.kind]
-    most_TB = jnp.max(jnp.abs(x_TBG), axis=-1)
-    # What is not finite stays so in the scale, and with it in the result; XLA:CPU's largest may pass over a NaN.
-    finite_TB = jnp.all(jnp.isfinite(x_TBG), axis=-1)
+    # What is not finite stays so in the scale, and with it in the result. XLA:CPU's largest may pass over a NaN, and a
+    # reduction of its own would be a kernel more on a GPU.
+    most_TB = jnp.max(jnp.where(jnp.isfinite(x_TBG), jnp.abs(x_TBG), jnp.inf), axis=-1)
+    finite_TB = jnp.isfinite(most_TB)
     if form.static:
         assert input_scale is not None, "a static form has scales of activations"
         scale_TB = jnp.where(finite_TB, jnp.max(input_scale), jnp.nan)

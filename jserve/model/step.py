@@ -173,8 +173,8 @@ class StepModel:
         def of(layer: KVLayer) -> tuple[PoolArray, ...]:
             axis = None if layer.replicated else self.heads_axis
             sizes = [(kv.heads(layer, array), array.width) for array in layer.arrays]
-            shapes = [self.backend.pool_shape(*size, self.n_pages, Z) for size in sizes]
-            return tuple(PoolArray(shape, axis) for shape in shapes)
+            shapes = [self.backend.pool_shapes(*size, self.n_pages, Z) for size in sizes]
+            return tuple(PoolArray(shape, axis) for parts in shapes for shape in parts)
 
         return [of(layer) for layer in kv.pool_layers]
 
@@ -268,7 +268,7 @@ def make_step(model: StepModel, bucket: Bucket) -> Step:
             "attention_sinks do not go with trees of drafts, only with chains",
             field="attention_sinks",
         )
-    check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree)
+    check_layers(model.backend, model.arch, model.kv_dtype, bucket.tree, model.dims.Z)
     check_layout(model.family, model.arch, model.axes)
     if bucket.T < 2 or bucket.D * bucket.J + bucket.F < 2:
         raise ValueError(f"{bucket} has fewer than two tokens or drawn places")

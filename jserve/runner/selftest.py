@@ -39,8 +39,8 @@ def command(
     latent: LatentSizes | None = None,
 ) -> list[str]:
     """The command that runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
-    as ``dtype``; ``experts``: the width of the model, and a device's share of that of an expert, if it has any;
-    ``latent``: of latents, which ``G`` heads share."""
+    as ``dtype`` or in the form of that name; ``experts``: the width of the model, and a device's share of that of an
+    expert, if it has any; ``latent``: of latents, which ``G`` heads share."""
     case = (name, H, G, page_size, dtype, experts, latent)
     return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
 
@@ -140,12 +140,11 @@ def _outputs(
     rng, n_pages = np.random.default_rng(1), 4 * M + 1
     pages = iter(rng.permutation(n_pages - 1) + 1)
     made = [[Row([next(pages) for _ in range(M)], s, [1] * n) for s, n in part] for part in rows]
-    kept, T = attn.kv_dtype(jnp.dtype(dtype)), bucket.T
-    sizes = (n_pages, page_size)
     run, drawn = (
-        _over_heads(attn, kept, H, G) if latent is None else _over_latents(attn, kept, G, latent)
+        _over_heads(attn, dtype, H, G) if latent is None else _over_latents(attn, dtype, G, latent)
     )
-    arrays = [rng.standard_normal((*(sizes if pool else (T,)), *s)) for pool, s in drawn]
+    sizes = {True: (n_pages, page_size), False: (bucket.T,)}
+    arrays = [rng.standard_normal((*sizes[in_pages], *s)) for in_pages, s in drawn]
     fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
 
     @jax.jit
@@ -158,22 +157,31 @@ def _outputs(
     return np.asarray(out, np.float32)[np.asarray(pos_T) >= 0]
 
 
-def _over_heads(attn, kept, H: int, G: int):
+def _over_heads(attn, dtype: str, H: int, G: int):
     """A step's attention of two kv heads, as a function of the view and arrays, and of these whether they have pages
     or else tokens, and what an entry is."""
+    import jax.numpy as jnp
+
+    from jserve.kv_layout import KV_FORMS, stored_width
     from jserve.model.attention import AttendArgs
+    from jserve.model.kv_bytes import BYTES
     from jserve.model.kv_quant import stored
+
+    in_form = dtype in KV_FORMS
+    kept = attn.kv_dtype(BYTES if in_form else jnp.dtype(dtype))
+    width = stored_width(dtype, H) if in_form else H
 
     def run(view, keys, values, q, k, v):
         pools = ((x.swapaxes(1, 2) if attn.kv_axis == 1 else x) for x in (keys, values))
-        kv = attn.write_kv(tuple(stored(x, kept) for x in pools), k, v, view)
+        kv = tuple(part for x in pools for part in attn.parts(stored(x, kept, width)))
+        kv = attn.write_kv(kv, k, v, view)
         return attn.attend(AttendArgs(q_TNH=q, window=0, scale=H**-0.5), kv, view)
 
     K = 2
     return run, [(True, (K, H))] * 2 + [(False, (K * G, H)), (False, (K, H)), (False, (K, H))]
 
 
-def _over_latents(attn, kept, N: int, latent: LatentSizes):
+def _over_latents(attn, dtype: str, N: int, latent: LatentSizes):
     """``_over_heads`` of latents that N heads share. Their matrices are made of keys of their own."""
     import jax
     import jax.numpy as jnp
@@ -183,6 +191,7 @@ def _over_latents(attn, kept, N: int, latent: LatentSizes):
     from jserve.model.kv_quant import stored
 
     own, shared, A, V = latent
+    kept = attn.kv_dtype(jnp.dtype(dtype))
     k_up, v_up = (
         jax.random.normal(jax.random.key(n), (N, n, A), jnp.bfloat16) * A**-0.5 for n in (own, V)
     )

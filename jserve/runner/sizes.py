@@ -99,7 +99,15 @@ def kv_dtype(config: EngineConfig, dtype: Any) -> Any:
     return jnp.dtype(named.get(name, name))
 
 
-def _with_kv_forms(
+def kv_name(config: EngineConfig, dtype: Any) -> str:
+    """The type or form in which most layers keep KV, for activations of ``dtype``."""
+    name = config.cache.kv_cache_dtype
+    plain = dataclasses.replace(config.cache, kv_cache_dtype_skip_layers=())
+    plain = dataclasses.replace(config, cache=plain)
+    return name if name in KV_FORMS else str(kv_dtype(plain, dtype))
+
+
+def with_kv_options(
     arch: Arch, config: EngineConfig, dtype: Any, speculation: LoadedDrafter | None
 ) -> Arch:
     """``arch`` with the forms of KV that the options ask for.
@@ -129,9 +137,13 @@ def stored_kv(
     """
     stored = attention.kv_dtype(kv_dtype(config, dtype))
     tree = () if speculation is None else speculation.tree
-    check_layers(attention, arch, stored, tree)
+    page_size = config.cache.page_size
+    check_layers(attention, arch, stored, tree, page_size)
     if speculation is not None and speculation.drafter.kv_layers:
-        check_layers(attention, speculation.drafter.arch, stored, tree)
+        drafter = speculation.drafter.arch
+        forms = (arch.kv_form,) * drafter.L if arch.kv_forms else ()
+        drafter = dataclasses.replace(drafter, kv_forms=forms)
+        check_layers(attention, drafter, stored, tree, page_size)
     return stored
 
 
@@ -147,8 +159,11 @@ def attention_name(
     """The attention backend that serves this model with these options: the first candidate that can.
 
     Raises:
-        ConfigError: the option asks for one that this device or jax cannot run.
+        ConfigError: the option asks for one that this device or jax cannot run, or for a form of KV that the model
+            does not have.
     """
+    config = config.on(platform)
+    arch = with_kv_options(arch, config, dtype, speculation)
     *better, last = candidates(
         config.device.attention_backend, platform, capability, native=has_attention(kernels)
     )
@@ -367,7 +382,7 @@ def sizes_of(
     name = attention_name(arch, config, dtype, platform, capability, speculation, kernels)
     attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
-    arch = _with_kv_forms(arch, config, dtype, speculation)
+    arch = with_kv_options(arch, config, dtype, speculation)
     stored = stored_kv(config, attention, dtype, arch, speculation)
     dims = step_dims(arch, config, speculation, penalises=penalises)
     dims = with_groups(arch, config, dims, speculation, shared_pass=shared_pass)

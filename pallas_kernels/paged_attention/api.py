@@ -47,12 +47,12 @@ def paged_attention(
 
     Args:
         q_DJNH: queries of tokens start .. start + J - 1 of each row; cast to the dtype that is
-            multiplied: the pool's, or float16 where that is float8_e4m3fn.
+            multiplied: the pool's, or float16 where that is float8_e4m3fn, bfloat16 where it is int8.
         sinks_N: logit per head that takes part in the softmax with a value of zero.
         tree: what the J tokens see of the newest keys, where they are a tree of drafts or a level of
             one; None: a chain.
-        scales_2K: float32, what the stored keys and values of each kv head are multiplied by;
-            None: 1.
+        scales_2K: float32, what the stored keys and values of each kv head are multiplied by, beside the scales that
+            ``pages`` may have of each; None: 1.
         dtype: of the result: what the caller multiplies next, so that nothing has to be cast.
         spec: its ``tune`` may have ``block``, ``stages``, ``teams``, ``split_blocks`` and ``register_p``.
 
@@ -143,7 +143,7 @@ def tile_of(q_DJNH: Any, keys_PKZH: Any, spec: AttentionSpec, tree: Tree | None 
     short = (tree is not None and spec.window > 0) or (widens and Z < SMALL_PAGE)
     chosen = {**tuned(H, keys_PKZH.dtype, short=short), **few, **(spec.tune or {})}
     block, teams = chosen["block"], chosen["teams"]
-    check_page(Z, block)
+    check_page(Z, block, keys_PKZH.dtype)
     tile = Tile(
         J=J,
         G=N // K,
@@ -160,6 +160,7 @@ def tile_of(q_DJNH: Any, keys_PKZH: Any, spec: AttentionSpec, tree: Tree | None 
         soft_cap=spec.soft_cap,
         tree=tree,
         widens=widens,
+        scaled=keys_PKZH.dtype == jnp.int8,
         register_p=bool(chosen.get("register_p", spec.interpret is None)),
     )
     return dataclasses.replace(tile, splits=_splits(tile, chosen["sms"]))

@@ -66,6 +66,8 @@ class Tile:
     """The visibility of the newest keys for the J tokens; None: they are a chain."""
     widens: bool = False
     """KV has 8 bits: the warpgroup that computes makes the 16-bit values that are multiplied."""
+    scaled: bool = False
+    """These are int8, with a scale for each key and value."""
     register_p: bool = True
     """Weights stay in registers and sums in the accumulator. The interpreter knows only the other
     way, through shared memory and a fresh accumulator."""
@@ -97,6 +99,11 @@ class Tile:
     def copies(self) -> int:
         """Of a block of keys: one a page, or one in all."""
         return self.block // flash.page_rows(self.Z, self.block)
+
+    @property
+    def arrivals(self) -> int:
+        """Copies of a block of keys, those of its scales included."""
+        return self.copies * (2 if self.scaled else 1)
 
     @property
     def heads(self) -> int:
@@ -204,7 +211,7 @@ def attend(
 
 def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     room = partial(swizzled, dtype=dtype)
-    teams, copies = tile.teams, tile.copies
+    teams = tile.teams
     ring = swizzled(teams, tile.stages, tile.block, tile.H, dtype=kv_dtype)
     scratch = {
         "q_in": room(teams, tile.q_stages, M, tile.H),
@@ -214,12 +221,14 @@ def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         "log_out": plgpu.SMEM((teams, M), jnp.float32),
         "q_here": plgpu.Barrier(num_barriers=teams * tile.q_stages),
         "q_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.q_stages),
-        "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
-        "v_here": plgpu.Barrier(num_arrivals=copies, num_barriers=teams * tile.stages),
+        "k_here": plgpu.Barrier(num_arrivals=tile.arrivals, num_barriers=teams * tile.stages),
+        "v_here": plgpu.Barrier(num_arrivals=tile.arrivals, num_barriers=teams * tile.stages),
         "free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=teams * tile.stages),
     }
     for name in ("k_wide", "v_wide") if tile.widens else ():
         scratch[name] = room(teams, tile.block, tile.H)
+    for name in ("k_scale", "v_scale") if tile.scaled else ():
+        scratch[name] = plgpu.SMEM((teams, tile.stages, tile.block), jnp.float32)
     if not tile.register_p:
         scratch["p"] = room(teams, tile.warpgroups, M, tile.block)
     return scratch
@@ -267,10 +276,10 @@ class _Segment(NamedTuple):
     base: Any
 
 
-def _attend(
-    q, keys, values, table, start, length, cum, first, row0, row1, per, o, log_total, *, tile, **sm
-):
+def _attend(q, keys, values, table, k_scales, v_scales, start, length, *work_and_out, tile, **sm):
     """The kernel: one block of the grid."""
+    cum, first, row0, row1, per, o, log_total = work_and_out
+    pools = (("k", keys, k_scales), ("v", values, v_scales))
     wg = lax.axis_index("wg")
     n_compute = tile.teams * tile.warpgroups
 
@@ -309,7 +318,7 @@ def _attend(
 
         def load(seg: _Segment, n) -> None:
             _load_q(team, q.at[seg.row, team.head, pl.ds(team.m_tile * M, tile.tile_rows)], n)
-            _load(team, keys, values, table, length[seg.row], seg)
+            _load(team, pools, table, length[seg.row], seg)
 
         n = segments(team, load)
         n_blocks = jnp.clip(cum[table.shape[0]] - team.low, 0, per[0])
@@ -352,7 +361,7 @@ def _load_q(team: _Team, q, n) -> None:
     plgpu.copy_gmem_to_smem(q, to, team.barrier("q_here", slot))
 
 
-def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
+def _load(team: _Team, pools, table, length, seg: _Segment) -> None:
     """Copy the segment's blocks, ``stages`` ahead of the computation. Page ids are read one block
     ahead of their use where registers suffice; those past the row's end repeat its last page (masked
     later)."""
@@ -372,9 +381,12 @@ def _load(team: _Team, keys, values, table, length, seg: _Segment) -> None:
         def _():
             plgpu.barrier_wait(team.barrier("free", slot))
 
-        for pool, name in ((keys, "k"), (values, "v")):
+        for name, pool, scales in pools:
             to, here = team.room(name).at[slot], team.barrier(f"{name}_here", slot)
             flash.copy_block(ids, pool, team.head, i + seg.base, to, here, tile.Z, tile.block)
+            if tile.scaled:
+                to = team.room(f"{name}_scale").at[slot]
+                flash.copy_block(ids, scales, team.head, i + seg.base, to, here, tile.Z, tile.block)
         return following
 
     lax.fori_loop(seg.begin, seg.end, block, pages(seg.begin) if early else ())
@@ -414,16 +426,21 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     tile, slot = team.tile, team.slot(i)
     at = (i + base) * tile.block
     _arrived(team, "k", slot)
-    issued = partial(_arrived, team, "v", slot) if tile.widens else None
-    x = flash.scores(q, _multiplied(team, "k", slot), tile.scale, tile.soft_cap, issued)
+    low = start + (tile.base - tile.window + 1) if tile.window else 0
+    seen = (at, low, length) if masked else None
+    read = partial(_scales, team, slot, seen) if tile.scaled else None
+    during = partial(_arrived, team, "v", slot, read) if tile.widens else lambda: None
+    k, of_keys = _multiplied(team, "k", slot), (lambda found: found[0]) if tile.scaled else None
+    x, factors = flash.scores_while(q, k, tile.scale, tile.soft_cap, during, of_keys)
     if masked:
         x = _mask(team, x, at, start, length)
     p, keep, m, total = flash.weights(x, sums)
+    if tile.scaled:
+        p = p * flash.along_columns(factors[1], p)
     if not tile.widens:
         _arrived(team, "v", slot)
     v = _multiplied(team, "v", slot).at[:, pl.ds(part * tile.chunk, tile.chunk)]
-    if masked:
-        low = start + (tile.base - tile.window + 1) if tile.window else 0
+    if masked and not tile.scaled:
         flash.blank(v, at, low, length)
     room = None if tile.register_p else team.room("p").at[part]
     o = flash.weigh(p, sums.o, keep, v, room)
@@ -432,13 +449,22 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     return Sums(o, m, total)
 
 
-def _arrived(team: _Team, name: str, slot: Any) -> None:
-    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free."""
+def _arrived(team: _Team, name: str, slot: Any, read: Any = None) -> Any:
+    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free. Gives what
+    ``read`` finds in it before that."""
     plgpu.barrier_wait(team.barrier(f"{name}_here", slot))
+    found = read() if read else None
     if team.tile.widens:
         flash.widen(team.room(name).at[slot], team.room(f"{name}_wide"))
         if name == "v":
             plgpu.barrier_arrive(team.barrier("free", slot))
+    return found
+
+
+def _scales(team: _Team, slot: Any, seen: Any) -> tuple[Any, Any]:
+    """Of the keys and of the values of a block; of values that are not ``seen``, if that says which are, zero."""
+    k, v = (team.room(f"{name}_scale").at[slot] for name in ("k", "v"))
+    return flash.by_column(k), flash.seen_scales(v, *seen) if seen else flash.by_column(v)
 
 
 def _multiplied(team: _Team, name: str, slot: Any) -> Any:

@@ -23,13 +23,12 @@ def paged_attention(
     scales_2K: Array | None = None,
 ) -> Array:
     """float32[D, J, N, H]; arguments as of ``api.paged_attention``."""
-    (keys_PKZH, values_PKZH, table_DM), (start_D, len_D) = pages, rows
+    start_D, len_D = rows
     D, J, N, H = q_DJNH.shape
-    K = keys_PKZH.shape[1]
+    K = pages.keys_PKZH.shape[1]
     place_J = jnp.arange(J, dtype=jnp.int32)
     tree = tree or Tree.of(tuple(range(-1, J - 1)))
-    k_DSKH = gather(keys_PKZH, table_DM, scales_2K, 0)
-    v_DSKH = gather(values_PKZH, table_DM, scales_2K, 1)
+    k_DSKH, v_DSKH = gather(pages, scales_2K)
     S = k_DSKH.shape[1]
     seen_DJS = visible(start_D[:, None] + place_J, len_D, S, 0)
     seen_DJS &= on_path(tree, start_D, S, spec.window)
@@ -56,12 +55,21 @@ def on_path(tree: Tree, start_D: Array, S: int, window: int) -> Array:
     return seen_DJS
 
 
-def gather(pool_PKZH: Array, table_RM: Array, scales_2K: Array | None, which: int) -> Array:
-    """float32[R, M * Z, K, H]: each row's pages one after another, times their scales."""
-    _, K, Z, H = pool_PKZH.shape
-    R, M = table_RM.shape
-    dense = pool_PKZH[table_RM].astype(jnp.float32).swapaxes(2, 3).reshape(R, M * Z, K, H)
-    return dense if scales_2K is None else dense * scales_2K[which][:, None]
+def gather(pages: Pages, scales_2K: Array | None) -> tuple[Array, Array]:
+    """Keys and values, float32[R, M * Z, K, H]: each row's pages one after another, times their scales."""
+
+    def dense(pool_PKZH: Array, scales_PKZ: Array | None, which: int) -> Array:
+        found = pool_PKZH[pages.table_RM].astype(jnp.float32)
+        if scales_PKZ is not None:
+            found = found * scales_PKZ[pages.table_RM][..., None]
+        R, M, K, Z, H = found.shape
+        found = found.swapaxes(2, 3).reshape(R, M * Z, K, H)
+        return found if scales_2K is None else found * scales_2K[which][:, None]
+
+    return (
+        dense(pages.keys_PKZH, pages.k_scales_PKZ, 0),
+        dense(pages.values_PKZH, pages.v_scales_PKZ, 1),
+    )
 
 
 def visible(pos_RQ: Array, len_R: Array, S: int, window: int) -> Array:

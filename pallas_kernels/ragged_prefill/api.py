@@ -33,7 +33,7 @@ def ragged_prefill(
 
     Args:
         q_PNH: queries of P tokens; cast to the dtype that is multiplied: the pool's, or float16
-            where that is float8_e4m3fn.
+            where that is float8_e4m3fn, bfloat16 where it is int8.
         spec: its ``tune`` may have ``block``, ``stages``, ``raw_stages``, ``ping_pong``, ``ahead`` (in place of
             ``ping_pong``) and ``register_p``.
         sinks_N, scales_2K: as of ``paged_attention``.
@@ -97,7 +97,7 @@ def tile_of(q_PNH: Any, keys_PKZH: Any, F: int, spec: AttentionSpec) -> Tile:
     table = tuning("pallas_kernels.ragged_prefill")
     chosen = {**of_dtype(table, H, keys_PKZH.dtype), **(spec.tune or {})}
     block = chosen["block"]
-    check_page(Z, block)
+    check_page(Z, block, keys_PKZH.dtype)
     return Tile(
         P=P,
         F=F,
@@ -113,5 +113,6 @@ def tile_of(q_PNH: Any, keys_PKZH: Any, F: int, spec: AttentionSpec) -> Tile:
         window=spec.window,
         soft_cap=spec.soft_cap,
         raw_stages=chosen.get("raw_stages", 0),
+        scaled=keys_PKZH.dtype == jnp.int8,
         register_p=bool(chosen.get("register_p", spec.interpret is None)),
     )

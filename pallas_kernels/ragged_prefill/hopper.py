@@ -62,6 +62,8 @@ class Tile:
     soft_cap: float = 0.0
     raw_stages: int = 0
     """As of ``paged_attention``: above 0 for KV of 8 bits."""
+    scaled: bool = False
+    """As of ``paged_attention``."""
     register_p: bool = True
     """As of ``paged_attention``: the interpreter needs weights in shared memory."""
 
@@ -153,8 +155,12 @@ def _scratch(tile: Tile, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         scratch["unclean"] = plgpu.Barrier(num_arrivals=tile.copies)
     for name in ("k_raw", "v_raw") if tile.raw_stages else ():
         scratch[name] = swizzled(tile.raw_stages, tile.block, tile.H, dtype=kv_dtype)
-        barriers = plgpu.Barrier(num_arrivals=tile.copies, num_barriers=tile.raw_stages)
+        arrivals = tile.copies * (2 if tile.scaled else 1)
+        barriers = plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile.raw_stages)
         scratch[f"{name}_here"] = barriers
+    for name in ("k", "v") if tile.scaled else ():
+        scratch[f"{name}_raw_scale"] = plgpu.SMEM((tile.raw_stages, tile.block), jnp.float32)
+        scratch[f"{name}_scale"] = plgpu.SMEM((tile.stages, tile.block), jnp.float32)
     if not tile.register_p:
         scratch["p"] = room(TEAM, M, tile.block)
     return scratch
@@ -194,8 +200,11 @@ def _job(tile: Tile, sm, place, lists, start, count) -> _Job:
     return _Job(tile, sm, row, head, skip, place, begins, begins + tokens, begin, end)
 
 
-def _attend(q, keys, values, table, start, count, sinks, row_I, skip_I, n_1, out, *, tile, **sm):
+def _attend(
+    q, keys, values, table, k_scales, v_scales, start, count, sinks, *work_and_out, tile, **sm
+):
     """The kernel: one tile."""
+    row_I, skip_I, n_1, out = work_and_out
     wg = lax.axis_index("wg")
 
     @pl.when(lax.axis_index("i") < n_1[0])
@@ -215,7 +224,10 @@ def _attend(q, keys, values, table, start, count, sinks, row_I, skip_I, n_1, out
             for w in range(TEAM):
                 source = q.at[job.head, pl.ds(job.place * ROWS_OF_TILE + w * M, M)]
                 plgpu.copy_gmem_to_smem(source, sm["q_in"].at[w], sm["q_here"].at[w])
-            (_load_widened if tile.raw_stages else _load)(job, keys, values, table)
+            if tile.raw_stages:
+                _load_widened(job, (keys, k_scales), (values, v_scales), table)
+            else:
+                _load(job, keys, values, table)
             _drain(job)
 
 
@@ -259,28 +271,35 @@ def _load_widened(job: _Job, keys, values, table) -> None:
     tile, sm = job.tile, job.sm
     last = lax.div(job.length - 1, jnp.int32(tile.Z))
 
-    def raw(name, pool):
-        return Raw(name, pool, sm[f"{name}_raw"], lambda slot: sm[f"{name}_raw_here"].at[slot])
+    def raw(name, pool, scales):
+        here, ring = sm[f"{name}_raw_here"], sm.get(f"{name}_raw_scale")
+        return Raw(name, pool, sm[f"{name}_raw"], lambda slot: here.at[slot], scales, ring)
 
     def pages(j):
         return flash.page_ids(table, job.row, j, last, tile.Z, tile.block)
 
-    def copy(ids, pool, j, to, here):
-        flash.copy_block(ids, pool, job.head, j, to, here, tile.Z, tile.block)
+    def copy(raw, ids, j, at):
+        size = (tile.Z, tile.block)
+        flash.copy_block(ids, raw.pool, job.head, j, raw.ring.at[at], raw.here(at), *size)
+        if tile.scaled:
+            to = raw.scale_ring.at[at]
+            flash.copy_block(ids, raw.scales, job.head, j, to, raw.here(at), *size)
 
-    def put(name, j, block):
-        slot = job.slot(j)
+    def put(raw, j, at):
+        name, slot = raw.name, job.slot(j)
 
         @pl.when(j - job.begin >= tile.stages)
         def _():
             plgpu.barrier_wait(sm[f"{name}_free"].at[slot])
 
-        flash.widen(block, sm[name].at[slot])
-        if name == "v":
+        if tile.scaled:
+            sm[f"{name}_scale"].at[slot][...] = _scales_seen(job, raw.scale_ring.at[at], j)
+        flash.widen(raw.ring.at[at], sm[name].at[slot])
+        if name == "v" and not tile.scaled:
             pl.when(jnp.logical_not(_clean(job, j)))(partial(_wipe, job, j, slot))
         plgpu.barrier_arrive(sm[f"{name}_here"].at[slot])
 
-    raws = (raw("k", keys), raw("v", values))
+    raws = (raw("k", *keys), raw("v", *values))
     early = tile.copies <= 4
     load_widened(raws, job.begin, job.end, tile.raw_stages, pages, early, copy, put)
 
@@ -310,6 +329,17 @@ def _wipe(job: _Job, j, slot) -> None:
     for c in range(0, job.tile.H, M):
         v = job.sm["v"].at[slot, :, pl.ds(c, M)]
         flash.blank(v, j * job.tile.block, _first_seen(job), job.length)
+
+
+def _scales_seen(job: _Job, scales, j) -> Any:
+    """Of keys or values of block ``j``, zero where no token of the sequence may see them."""
+    at = j * job.tile.block
+    return flash.seen_scales(scales, at, _first_seen(job), job.length)
+
+
+def _of_keys(job: _Job, slot, _) -> Any:
+    """What each key of a block is multiplied by."""
+    return flash.by_column(job.sm["k_scale"].at[slot])
 
 
 def _load_values(job: _Job, values, ids, j, slot) -> None:
@@ -375,7 +405,8 @@ def _block(job: _Job, wg, skip, j, sums: Sums, *, masked: bool) -> Sums:
     at = j * tile.block
     plgpu.barrier_wait(sm["k_here"].at[slot])
     turn = partial(_take_turn, job) if tile.ping_pong else None
-    x = flash.scores(sm["q_in"].at[wg], sm["k"].at[slot], tile.scale, tile.soft_cap, turn)
+    of_keys = partial(_of_keys, job, slot) if tile.scaled else None
+    x = flash.scores(sm["q_in"].at[wg], sm["k"].at[slot], tile.scale, tile.soft_cap, turn, of_keys)
     plgpu.barrier_arrive(sm["k_free"].at[slot])
     if masked:
 
@@ -398,6 +429,8 @@ def _add(job: _Job, wg, x, j, sums: Sums) -> Sums:
     plgpu.barrier_wait(sm["v_here"].at[slot])
     if tile.ping_pong:
         plgpu.barrier_wait(sm["turn"])
+    if tile.scaled:
+        p = p * flash.along_columns(flash.by_column(sm["v_scale"].at[slot]), p)
     room = None if tile.register_p else sm["p"].at[wg]
     o = flash.weigh(p, sums.o, keep, sm["v"].at[slot], room)
     plgpu.barrier_arrive(sm["v_free"].at[slot])
@@ -412,7 +445,8 @@ def _plain_ahead(job: _Job, wg, low, high, sums: Sums) -> Sums:
         slot = job.slot(j)
         plgpu.barrier_wait(sm["k_here"].at[slot])
         k = sm["k"].at[slot]
-        found = flash.scores_while(sm["q_in"].at[wg], k, tile.scale, tile.soft_cap, during)
+        of_keys = partial(_of_keys, job, slot) if tile.scaled else None
+        found = flash.scores_while(sm["q_in"].at[wg], k, tile.scale, tile.soft_cap, during, of_keys)
         plgpu.barrier_arrive(sm["k_free"].at[slot])
         return found
 

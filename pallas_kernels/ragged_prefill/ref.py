@@ -21,16 +21,15 @@ def ragged_prefill(
     scales_2K: Array | None = None,
 ) -> Array:
     """float32[P, N, H]; arguments as of ``api.ragged_prefill``."""
-    (keys_PKZH, values_PKZH, table_FM), (first_F, start_F, count_F) = pages, chunks
+    first_F, start_F, count_F = chunks
     P, N, H = q_PNH.shape
-    K = keys_PKZH.shape[1]
+    K = pages.keys_PKZH.shape[1]
     row_P = row_of_token(first_F, count_F, P)
     real_P = row_P >= 0
     row_P = jnp.maximum(row_P, 0)
     pos_P = start_F[row_P] + jnp.arange(P, dtype=jnp.int32) - first_F[row_P]
     len_P = jnp.where(real_P, pos_P + 1, 0)
-    k_PSKH = gather(keys_PKZH, table_FM, scales_2K, 0)[row_P]
-    v_PSKH = gather(values_PKZH, table_FM, scales_2K, 1)[row_P]
+    k_PSKH, v_PSKH = (x[row_P] for x in gather(pages, scales_2K))
     seen_P1S = visible(pos_P[:, None], len_P, k_PSKH.shape[1], spec.window)
     seen_PS11 = seen_P1S[:, 0, :, None, None]
     q_PKGH = q_PNH.astype(jnp.float32).reshape(P, K, N // K, H)

@@ -68,6 +68,15 @@ def test_written_pages_are_what_the_code_writes(write) -> None:
     assert (ROOT / "docs" / name).read_text() == write(), "run python docs/generate.py --quick"
 
 
+def test_every_form_that_is_served_has_its_paths_on_the_page() -> None:
+    """Its table of formats (``tests/weights`` loads each) names the forms, its table of paths has them all."""
+    page = (ROOT / "docs" / "quantisation.md").read_text()
+    assert page == generate.quantisation(), "run python docs/generate.py --quick"
+    formats = [line.split("|") for line in page.splitlines() if line.count("|") == 5]
+    served = {name for row in formats[2:] for name in re.findall("`(.+?)`", row[3])} - {"wide"}
+    assert served == {name.removesuffix(", groups") for name in generate.SERVED}
+
+
 def test_a_servers_metrics_are_on_the_page(url: str) -> None:
     text = generate.urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
     page = (ROOT / "docs" / "metrics.md").read_text()

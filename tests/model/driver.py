@@ -86,7 +86,7 @@ class Driver:
 
     def _poison(self, size: tuple[int, int], n_pages: int, spec: PartitionSpec) -> jax.Array:
         """A pool full of NaN: unused pages must not be seen."""
-        shape = self.attn.pool_shape(*size, n_pages, self.dims.Z)
+        [shape] = self.attn.pool_shapes(*size, n_pages, self.dims.Z)
         pool = np.asarray(stored(jnp.full(shape, jnp.nan), self.kv_dtype))
         return jax.device_put(pool, jax.sharding.NamedSharding(self.mesh, spec))
 

@@ -85,10 +85,11 @@ def test_scales_are_folded_into_what_meets_the_numbers() -> None:
 def test_only_pools_of_e4m3_have_scales() -> None:
     layer, pool = {"kv_scale": jnp.ones((2, 2))}, (2, 2, 8, 16)
     for dtype in (E4M3, jnp.uint8, jnp.int8):
-        assert kv_quant.scales_of(layer, jnp.zeros(pool, dtype), 16) is layer["kv_scale"]
-    assert kv_quant.scales_of(layer, jnp.zeros((2, 2, 8, 20), jnp.int8), 16) is None
-    assert kv_quant.scales_of(layer, jnp.zeros(pool, jnp.bfloat16), 16) is None
-    assert kv_quant.scales_of({}, jnp.zeros(pool, E4M3), 16) is None
+        assert kv_quant.scales_of(layer, (jnp.zeros(pool, dtype),) * 2, 16) is layer["kv_scale"]
+    assert kv_quant.scales_of(layer, (jnp.zeros((2, 2, 8, 20), jnp.int8),) * 2, 16) is None
+    assert kv_quant.scales_of(layer, (jnp.zeros(pool, jnp.int8),) * 4, 16) is None
+    assert kv_quant.scales_of(layer, (jnp.zeros(pool, jnp.bfloat16),) * 2, 16) is None
+    assert kv_quant.scales_of({}, (jnp.zeros(pool, E4M3),) * 2, 16) is None
 
 
 def model(architecture: str, **config: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:

@@ -232,9 +232,9 @@ def test_a_backend_that_lacks_a_kind_refuses_it() -> None:
     )
     latent, chunked = _latent(), resized(_llama(), chunk=16)
     for arch, said in ((latent, "latent attention of deepseek_v3"), (chunked, "chunks .* llama")):
-        check_layers(backend("xla"), arch, jnp.float32, ())
+        check_layers(backend("xla"), arch, jnp.float32, (), 64)
         with pytest.raises(ConfigError, match=said) as e:
-            check_layers(without, arch, jnp.float32, ())
+            check_layers(without, arch, jnp.float32, (), 64)
         assert e.value.field == "attention_backend"
 
 

@@ -107,7 +107,7 @@ def test_hopper(
     def check(arch: Arch) -> None:
         latent = arch.layers[0].attn.latent
         wide = None if latent is None else dataclasses.replace(latent, rank=512, turned=64)
-        check_layers(hopper, resized(arch, H=128, latent=wide), jnp.bfloat16, ())
+        check_layers(hopper, resized(arch, H=128, latent=wide), jnp.bfloat16, (), 64)
 
     served = all(is_served(lambda a=a: check(a)) for a in archs(architecture))
     assert table[architecture]["`hopper`"] == served

@@ -13,9 +13,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.spec import Pages
+
 Z0 = 16
 B = 64
 """Keys of a block in every tuning."""
+LARGEST = 3
+"""How many times the unit of others the vectors of int8 are at most: their scales differ from token to token."""
 
 DECODE: dict[str, tuple[tuple[int, int], ...]] = {
     "length 1": ((0, 1),),
@@ -48,8 +52,14 @@ class Inputs:
     length: Any
     keys: Any
     values: Any
+    scales: tuple[Any, ...]
+    """float32[P, K, Z] of keys and of values, where these are int8."""
     dense_k: np.ndarray
     dense_v: np.ndarray
+
+    @property
+    def pages(self) -> Pages:
+        return Pages(self.keys, self.values, self.table, *self.scales)
 
 
 def inputs(
@@ -62,7 +72,7 @@ def inputs(
     window: int = 0,
     dtype: Any = jnp.bfloat16,
 ) -> Inputs:
-    """``window``: positions that no query of the row can see are NaN too."""
+    """``window``: positions that no query of the row can see are NaN too; of int8, their scales."""
     rng = np.random.default_rng([seed, K, H, Z])
     start = np.array([s if c else 0 for s, c in spans], np.int32)
     length = np.array([s + c if c else 0 for s, c in spans], np.int32)
@@ -71,25 +81,45 @@ def inputs(
     free = iter(rng.permutation(P - 1) + 1)
     table = np.full((len(spans), M), P + 7, np.int32)
     dense = rng.standard_normal((2, len(spans), M * Z, K, H), np.float32)
-    dense = np.asarray(jnp.asarray(dense, dtype), np.float32)
+    stored = dense = jnp.asarray(dense, dtype if dtype != jnp.int8 else None)
     pools = np.full((2, P, K, Z, H), np.nan, np.float32)
+    if dtype == jnp.int8:
+        sizes = rng.uniform(0.01, LARGEST, (2, len(spans), M * Z, K, 1))
+        stored, dense = rounded(np.asarray(dense) * sizes)
+        pools = poisoned(rng, (2, P, K, Z), H)
+    stored, dense = (np.asarray(x, np.float32) for x in (stored, dense))
     for r, n in enumerate(length):
         low = max(int(start[r]) - window + 1, 0) if window else 0
         for i in range(-(-int(n) // Z)):
             table[r, i] = page = next(free)
             a, b = max(low, i * Z), min((i + 1) * Z, int(n))
             if b > a:
-                part = dense[:, r, a:b].swapaxes(1, 2)
+                part = stored[:, r, a:b].swapaxes(1, 2)
                 pools[:, page, :, a - i * Z : b - i * Z] = part
     return Inputs(
         jnp.asarray(table),
         jnp.asarray(start),
         jnp.asarray(length),
-        jnp.asarray(pools[0], dtype),
-        jnp.asarray(pools[1], dtype),
+        *(
+            jnp.asarray(x[..., :H].astype(dtype if dtype == jnp.int8 else np.float32), dtype)
+            for x in pools
+        ),
+        tuple(jnp.asarray(x[..., H], jnp.float32) for x in pools) if dtype == jnp.int8 else (),
         dense[0],
         dense[1],
     )
+
+
+def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8 numbers of vectors [..., H] with the scale of each behind them, float32[..., H + 1], and what they are."""
+    scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float32)
+    q = np.round(x / scale).astype(np.float32)
+    return np.concatenate([q, scale], -1), q * scale
+
+
+def poisoned(rng: np.random.Generator, shape: tuple[int, ...], H: int) -> np.ndarray:
+    """As ``rounded``: any numbers, and scales that are NaN."""
+    return np.concatenate([rng.integers(-128, 128, (*shape, H)), np.full((*shape, 1), np.nan)], -1)
 
 
 def attention(

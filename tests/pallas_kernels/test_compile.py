@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
-from jserve.model.arch import resized
+from jserve.model.arch import resized, with_kv_forms
 from jserve.model.attention import AttendArgs, backend
 from jserve.model.attn_dense import GATHERED
 from jserve.model.largest import BY_KERNEL, PARTS
@@ -32,7 +32,7 @@ from pallas_kernels.ragged_prefill.hopper import TEAM
 from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 from tests.pallas_kernels import tma
 from tests.pallas_kernels.shapes import ARCHS, step_model
-from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
+from tests.pallas_kernels.variants import CHAINS, F8, I8, VARIANTS, Variant
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -67,9 +67,9 @@ def check_registers(kernel: aot.Kernel, computing: int, loading: int) -> None:
         assert budget["dec"] <= kernel.registers <= budget["inc"]
 
 
-def check_descriptors(found: list[tma.Descriptor]) -> None:
-    """Queries, keys, values and at least one output."""
-    assert len(found) >= 4
+def check_descriptors(found: list[tma.Descriptor], v: Variant) -> None:
+    """Queries, keys, values, scales of both if there are, and at least one output."""
+    assert len(found) >= (6 if v.dtype == I8 else 4)
     assert not [fault for descriptor in found for fault in descriptor.faults()]
 
 
@@ -106,17 +106,16 @@ def test_paged_attention(name: str) -> None:
     v, D = VARIANTS[name], 64
     N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
-    def call(q: Any, k: Any, v_: Any, table: Any, start: Any, length: Any, more: Any) -> Any:
-        pages, rows = Pages(k, v_, table), Rows(start, length)
+    def call(q: Any, pages: Pages, start: Any, length: Any, more: Any) -> Any:
+        rows = Rows(start, length)
         more = {"dtype": jnp.bfloat16, **more}
         return paged_attention(q, pages, rows, spec, tree=v.tree, **more)
 
-    pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
     q = struct(D, v.tokens, N, v.H)
-    tile = tile_of(q, pool, spec, v.tree)
+    tile = tile_of(q, pages_of(v, D).keys_PKZH, spec, v.tree)
     with tma.recorded() as descriptors:
-        report = aot.compile_for(call, q, pool, pool, ints(D, 64), ints(D), ints(D), arrays(v))
-    check_descriptors(descriptors)
+        report = aot.compile_for(call, q, pages_of(v, D), ints(D), ints(D), arrays(v))
+    check_descriptors(descriptors, v)
     check(report, 2, tile.teams * tile.warpgroups, tile.teams)
     check_combine(report.kernels[1], tile, v)
 
@@ -144,6 +143,16 @@ def loads_of_a_round(block: str) -> int:
 LOAD = re.compile(r"\bld\.(?:global\.)?(?:v2\.)?b32\b")
 
 
+def pages_of(v: Variant, rows: int) -> Pages:
+    """The shapes of a variant's pool, and of the pages of its rows."""
+    pool, scales = (
+        struct(1024, v.K, v.Z, v.H, dtype=v.dtype),
+        struct(1024, v.K, v.Z, dtype=jnp.float32),
+    )
+    pages = Pages(pool, pool, ints(rows, 64))
+    return pages._replace(k_scales_PKZ=scales, v_scales_PKZ=scales) if v.dtype == I8 else pages
+
+
 def arrays(v: Variant) -> dict[str, Any]:
     """The shapes of a variant's own arrays."""
     found = {}
@@ -159,14 +168,13 @@ def test_ragged_prefill(name: str) -> None:
     v, P, F = CHAINS[name], 2048, 8
     N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
 
-    def call(q: Any, k: Any, v_: Any, table: Any, a: Any, b: Any, c: Any, more: Any) -> Any:
-        return ragged_prefill(q, Pages(k, v_, table), Chunks(a, b, c), spec, **more)
+    def call(q: Any, pages: Pages, a: Any, b: Any, c: Any, more: Any) -> Any:
+        return ragged_prefill(q, pages, Chunks(a, b, c), spec, **more)
 
-    pool = struct(1024, v.K, v.Z, v.H, dtype=v.dtype)
-    args = (struct(P, N, v.H), pool, pool, ints(F, 64), ints(F), ints(F), ints(F), arrays(v))
+    args = (struct(P, N, v.H), pages_of(v, F), ints(F), ints(F), ints(F), arrays(v))
     with tma.recorded() as descriptors:
         report = aot.compile_for(call, *args)
-    check_descriptors(descriptors)
+    check_descriptors(descriptors, v)
     check(report, 1, TEAM, 1)
 
 
@@ -214,9 +222,11 @@ def check_step(
     attn: str = "hopper",
 ) -> aot.Report:
     """All that holds for a step of any model; ``layers`` 0 is the model's own depth. Over 8 bits the
-    checkpoint has scales, too."""
+    checkpoint has scales, too; over bytes (``I8``) each key and value has one, but in the first layer."""
     arch = dataclasses.replace(ARCHS[name], kv_scales=kv_dtype == F8)
     arch = resized(arch, L=layers) if layers else arch
+    if kv_dtype == I8:
+        arch = with_kv_forms(arch, "int8_per_token_head", ("0",), "bfloat16")
     # A device's share of the pool is the same however many there are, as in an engine.
     model = step_model(arch, tp=tp, n_pages=n_pages * tp, kv_dtype=kv_dtype)
     model = dataclasses.replace(model, backend=backend(attn, "cuda"))
@@ -229,7 +239,7 @@ def check_step(
     assert report.temp_bytes < layer_bytes(model), "scratch is as large as a layer's KV"
     assert report.alias_bytes >= arch.L * layer_bytes(model), "KV is not updated in place"
     large = report.copies(min(layer_bytes(model) // 2, smallest_matrix(model)))
-    moved = [copy for copy in large if " bf16[" in copy or " f8e4m3fn[" in copy]
+    moved = [copy for copy in large if re.search(r" (bf16|f8e4m3fn|s8)\[", copy)]
     assert not moved, moved
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
     if not reads_queries_where_they_lie(model, bucket):
@@ -339,6 +349,11 @@ def test_a_tree_beside_prefill(kv_dtype: Any) -> None:
     """The path that stands is moved in place, too."""
     bucket = Bucket(D=8, P=128, F=4, J=8, tree=(0, 0, 0, 1, 1, 2, 4))
     check_step("llama-3.1-8b", bucket, layers=2, kv_dtype=kv_dtype)
+
+
+def test_a_mixed_step_over_bytes() -> None:
+    """int8 and its scales, and a layer of bfloat16 as bytes: views of the pool, no copies."""
+    check_step("llama-3.2-1b", Bucket(D=16, P=256, F=4), layers=2, kv_dtype=I8)
 
 
 def test_two_layers_over_8_bits_of_a_sharded_step() -> None:

@@ -116,11 +116,11 @@ def test_what_is_not_served_is_refused_by_option(
     assert latent is not None
     changed = resized(arch, latent=dataclasses.replace(latent, **changes))
     with pytest.raises(ConfigError, match="dense") as e:
-        check_layers(attn, changed, attn.kv_dtype(dtype), tree)
+        check_layers(attn, changed, attn.kv_dtype(dtype), tree, 64)
     assert e.value.field == field
-    check_layers(backend("dense", "cuda"), changed, jnp.dtype(dtype), tree)
+    check_layers(backend("dense", "cuda"), changed, jnp.dtype(dtype), tree, 64)
     for served in (arch, find("deepseek-v3").arch):
-        check_layers(attn, served, jnp.dtype(jnp.bfloat16), ())
+        check_layers(attn, served, jnp.dtype(jnp.bfloat16), (), 64)
 
 
 SIZES = (16, 64, 128, 24)

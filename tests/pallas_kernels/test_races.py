@@ -24,6 +24,7 @@ from tests.pallas_kernels import (
     test_sample_threshold as threshold,
 )
 from tests.pallas_kernels.rows import F8
+from tests.pallas_kernels.variants import I8
 
 ROWS = ((200, 1), (5, 1), (0, 0), (70, 1), (3, 1))
 ALL = {"sms": 1, "stages": 2}
@@ -32,10 +33,12 @@ NARROW = latents.Latents(N=2, A=128, Z=16)
 CASES: dict[str, Callable[[], None]] = {
     "decode": lambda: decode.run(ROWS, K=2, tune=ALL),
     "decode, 8 bits": lambda: decode.run(ROWS, K=2, dtype=F8, scaled=True, tune=ALL),
+    "decode, int8": lambda: decode.run(ROWS, K=2, Z=32, dtype=I8, window=90, tune=ALL),
     "prefill": lambda: prefill.run(((130, 30), (0, 40), (0, 0))),
     "prefill, 8 bits": lambda: prefill.run(((130, 30), (0, 40)), dtype=F8, scaled=True),
     "latents": lambda: latents.run_rows(NARROW, ROWS, tune=ALL),
     "latents, chunks": lambda: latents.run_chunks(NARROW, ((130, 30), (0, 20))),
+    "prefill, int8": lambda: prefill.run(((130, 30), (0, 40)), Z=32, dtype=I8),
     "product": lambda: product.test_values("a ring that goes round", "hopper"),
     "kv write": lambda: kv_write.test_values_and_places("8 bits"),
     "bound": lambda: threshold.test_one_is_the_largest_alone_even_among_ties(),

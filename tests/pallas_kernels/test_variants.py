@@ -10,7 +10,7 @@ from jserve.config import CacheOptions
 from pallas_kernels.served import DTYPES, HEAD_DIMS, WIDEST_SPECIAL
 from tests.pallas_kernels import test_paged_attention as decode, test_ragged_prefill as prefill
 from tests.pallas_kernels.cases import B
-from tests.pallas_kernels.variants import CHAINS, F8, VARIANTS, Variant
+from tests.pallas_kernels.variants import CHAINS, F8, I8, VARIANTS, Variant
 
 PAGES = set(CacheOptions.__dataclass_fields__["page_size"].metadata["choices"]) - {
     0
@@ -19,6 +19,7 @@ LONG = {
     "16 heads, 16 tokens",
     "tree of 16",
     "tree of 16, 8 bits, everything",
+    "tree of 16, int8, everything",
     "tree, window",
     "wide, everything",
 }
@@ -92,5 +93,5 @@ def test_no_pair_is_missing(a: str, b: str) -> None:
 
 
 def refused(wish: dict[str, object]) -> bool:
-    special = wish.get("dtype") == F8 or wish.get("tree")
+    special = wish.get("dtype") in (F8, I8) or wish.get("tree")
     return bool(special) and wish.get("H", 0) > WIDEST_SPECIAL  # type: ignore[operator]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import Tree
 
-BF16, F16, F8 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn
+BF16, F16, F8, I8 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8
 BRANCHES = Tree.of((-1, 0, 0, 1, 1, 2))
 BINARY = Tree.of((-1, *((j - 1) // 2 for j in range(1, 16))))
 LEVEL = Tree(
@@ -72,12 +72,23 @@ VARIANTS: dict[str, Variant] = {
     "8 bits, everything": Variant(
         H=128, G=8, Z=32, K=1, J=2, dtype=F8, window=70, soft_cap=3.0, sinks=True
     ),
+    "1b, int8": Variant(H=64, G=4, Z=64, dtype=I8),
+    "8b, int8": Variant(H=128, G=4, Z=64, J=4, dtype=I8),
+    "int8, small pages": Variant(H=128, G=5, Z=32, K=3, dtype=I8, sinks=True),
+    "int8, large pages": Variant(H=64, G=2, Z=128, J=3, dtype=I8, soft_cap=3.0),
+    "int8, everything": Variant(
+        H=128, G=8, Z=32, K=1, J=2, dtype=I8, window=70, soft_cap=3.0, sinks=True
+    ),
     "tree": Variant(H=64, G=2, Z=16, tree=BRANCHES, window=2),
     "tree of 16": Variant(H=128, G=4, Z=64, tree=BINARY, sinks=True),
     "tree, float16": Variant(H=64, G=8, Z=32, K=4, dtype=F16, tree=BRANCHES, soft_cap=3.0),
     "tree, 8 bits": Variant(H=64, G=1, Z=16, dtype=F8, tree=LEVEL, window=40),
     "tree of 16, 8 bits, everything": Variant(
         H=128, G=8, Z=16, K=1, dtype=F8, tree=BINARY, window=70, soft_cap=3.0, sinks=True
+    ),
+    "tree, int8": Variant(H=64, G=1, Z=32, dtype=I8, tree=LEVEL, window=40),
+    "tree of 16, int8, everything": Variant(
+        H=128, G=8, Z=64, K=1, dtype=I8, tree=BINARY, window=70, soft_cap=3.0, sinks=True
     ),
     "tree, window": Variant(H=128, G=8, Z=16, K=4, tree=BINARY, window=20),
     "level": Variant(H=128, G=4, Z=128, tree=LEVEL, window=3),

@@ -16,10 +16,11 @@ import pytest
 from jserve import build_runner
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.kv_layout import KV_FORMS
 from jserve.model import attention
-from jserve.model.arch import Arch, Moe, Router
+from jserve.model.arch import Arch, Moe, Router, resized as with_heads
 from jserve.model.families import family_for
-from jserve.runner import selftest
+from jserve.runner import selftest, sizes
 from jserve.runner.sizes import attention_name
 from tests.model.published import V2_LITE, resized
 from tests.runner.harness import ARCH
@@ -146,6 +147,44 @@ def test_what_auto_means_by_device_and_model() -> None:
     assert e.value.field == "attention_backend"
 
 
+INT8, INT4 = KV_FORMS
+
+
+def test_the_cases_run_over_kv_with_scales() -> None:
+    assert selftest.differs("xla", 16, 2, 16, INT8) == ""
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({"kv_cache_dtype": INT8}, "hopper"),
+        ({"kv_cache_dtype": INT8, "kv_cache_dtype_skip_layers": ("0",)}, "hopper"),
+        ({"kv_cache_dtype": INT8, "page_size": 16}, "dense"),
+        ({"kv_cache_dtype": INT4}, "dense"),
+    ],
+)
+def test_which_kv_the_kernels_get_and_are_tried_with(
+    monkeypatch, options: dict[str, Any], backend: str
+) -> None:
+    monkeypatch.setitem(attention._BACKENDS, "hopper", "jserve.model.attn_hopper:hopper")
+    tried = []
+    monkeypatch.setattr(selftest, "command", lambda *case: tried.append(case) or child(""))
+    arch, bf16 = with_heads(ARCH, H=128), jnp.dtype(jnp.bfloat16)
+    config = EngineConfig.of(**options)
+    found = build_runner.with_attention(config, arch, bf16, H200, None)
+    assert found.device.attention_backend == backend
+    assert [case[4] for case in tried] == [INT8] * (backend == "hopper")
+    if backend == "dense":
+        with pytest.raises(ConfigError, match="attention_backend hopper"):
+            sizes.stored_kv(
+                config.on("gpu"),
+                attention.backend("hopper", "gpu"),
+                bf16,
+                sizes.with_kv_options(arch, config, bf16, None),
+            )
+
+
 @pytest.mark.usefixtures("new_jax")
 @pytest.mark.parametrize(
     ("cuda", "broken"),
@@ -192,7 +231,9 @@ def test_experts_have_their_kernel_where_attention_has_none(monkeypatch, caplog)
 @pytest.mark.usefixtures("new_jax")
 def test_a_model_without_experts_has_no_use_for_their_kernel() -> None:
     with pytest.raises(ConfigError, match=r"for models with experts, .* dense serves it") as error:
-        attention.check_layers(attention.backend("dense_experts", "gpu"), ARCH, jnp.bfloat16, ())
+        attention.check_layers(
+            attention.backend("dense_experts", "gpu"), ARCH, jnp.bfloat16, (), 64
+        )
     assert error.value.field == "attention_backend"
 
 
