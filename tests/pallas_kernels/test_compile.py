@@ -351,9 +351,10 @@ def test_a_tree_beside_prefill(kv_dtype: Any) -> None:
     check_step("llama-3.1-8b", bucket, layers=2, kv_dtype=kv_dtype)
 
 
-def test_a_mixed_step_over_bytes() -> None:
+@pytest.mark.parametrize("bucket", [Bucket(D=8, P=0, F=0), Bucket(D=16, P=256, F=4)], ids=str)
+def test_steps_over_bytes(bucket: Bucket) -> None:
     """int8 and its scales, and a layer of bfloat16 as bytes: views of the pool, no copies."""
-    check_step("llama-3.2-1b", Bucket(D=16, P=256, F=4), layers=2, kv_dtype=I8)
+    check_step("llama-3.2-1b", bucket, layers=2, kv_dtype=I8)
 
 
 def test_two_layers_over_8_bits_of_a_sharded_step() -> None:
