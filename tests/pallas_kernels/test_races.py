@@ -16,6 +16,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import interpreter, plgpu
 from tests.pallas_kernels import (
+    test_add_norm as add_norm,
+    test_combine as combine,
+    test_grouped_matmul as experts,
     test_kv_write as kv_write,
     test_paged_attention as decode,
     test_quant_matmul as product,
@@ -35,12 +38,17 @@ CASES: dict[str, Callable[[], None]] = {
     "product": lambda: product.test_values("a ring that goes round", "hopper"),
     "kv write": lambda: kv_write.test_values_and_places("8 bits"),
     "bound": lambda: threshold.test_one_is_the_largest_alone_even_among_ties(),
+    "experts": lambda: experts.test_values("a ring that goes round"),
+    "experts, parts": lambda: experts.test_values("blocks that overlap"),
+    "combine": lambda: combine.check(combine.tile(splits=12, K=2, G=3), (0, 9, 2), sinks=True),
+    "norm": lambda: add_norm.test_values(4, 1024, jnp.bfloat16),
 }
+MODULES = (add_norm, combine, decode, experts, kv_write, prefill, product, threshold)
 
 
 @pytest.fixture
 def races(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kv_write, decode, product, prefill, threshold):
+    for module in MODULES:
         monkeypatch.setattr(module, "interpreter", partial(interpreter, detect_races=True))
 
 
