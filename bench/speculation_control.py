@@ -229,7 +229,7 @@ def _figures(machine: str, method: str, n: int, asked: Seq[Asked]) -> dict[str, 
         texts[one.text] += (plain.ended[one.request.id], ran.ended[one.request.id])
     return {
         "speedup": plain.seconds / ran.seconds,
-        "best_fixed": max(1.0, *fixed),
+        "best_fixed": max([1.0, *fixed]),
         "text": min(float(without / with_) for without, with_ in texts.values()),
         "slowest": min(ran.shares),
         "below_0.9": sum(share < 0.9 for share in ran.shares) / len(ran.shares),
