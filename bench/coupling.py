@@ -154,14 +154,18 @@ def measure(
     model = functional.model(build.shipped())
     params = functional.load_params(model, build.shipped())
     texts = [*answers(n)]
+    longest = max(len(ids) for ids, _ in texts)
+    logits_of = jax.jit(lambda tokens_T: functional.logits(model, params, tokens_T, 0 * tokens_T))
     lines = []
     for method in methods:
-        drafts, rows = drafts_of(method, model, params), []
+        drafts, rows = jax.jit(drafts_of(method, model, params)), []
         for ids, n_prompt in texts:
-            tokens = jnp.array(ids)
-            target = functional.logits(model, params, tokens, jnp.zeros_like(tokens))
-            target_TV, draft_TV = (np.asarray(x, np.float64) for x in (target, drafts(tokens)))
-            rows += zip(target_TV[n_prompt - 1 : -1], draft_TV[n_prompt - 1 : -1], strict=True)
+            tokens_T = jnp.array(ids + [0] * (longest - len(ids)))  # nothing sees what follows it
+            of_target, of_draft = (
+                np.asarray(of(tokens_T), np.float64)[n_prompt - 1 : len(ids) - 1]
+                for of in (logits_of, drafts)
+            )
+            rows += zip(of_target, of_draft, strict=True)
         lines += [{"method": method} | _line(rows, temperature) for temperature in temperatures]
     return lines
 
