@@ -94,7 +94,7 @@ def test_a_crowd_is_not_drafted_for_and_the_backfill_follows_it(depth):
 @pytest.mark.slow
 def test_after_a_long_crowd_what_costs_more_than_it_saves_is_not_backfilled():
     """Also where drafting went on when the crowd came."""
-    drive = Watched(device_limits(max_model_len=1000, n_pages=900))
+    drive = Watched(device_limits(max_model_len=1000, n_pages=900, step_times=times(1.0)))
     drive.add(long("a", 900))
     for _ in range(6):
         drive.step()
