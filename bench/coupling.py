@@ -1,7 +1,8 @@
 """How often the first draft of a step is accepted, exactly, under ways to couple drafter and target.
 
-No draws and no engine: the distributions of target and draft model after each token of held-out answers, and of
-these the chance that both choose the same token (means over tokens):
+No draws and no engine: the distributions of target and drafter for each token of held-out answers, and of these the
+chance that both choose the same token (means over tokens). The first draft of a draft model is the token that the
+target draws next, that of a head the one after:
 
 * ``gumbel``: both add the same noise to their logits and take the largest, as jserve does;
 * ``inverse``: both invert their cumulative distribution at the same two uniform numbers, one for a block of ids,
@@ -9,7 +10,7 @@ these the chance that both choose the same token (means over tokens):
 * ``rejection``: 1 - TV, TV being the total variation distance: what rejection sampling accepts, and the most that
   any coupling can.
 
-    python -m bench.coupling [--temperatures 0.7,1] [--requests 6] [--json F]
+    python -m bench.coupling [--methods draft,eagle3,medusa] [--temperatures 0.7,1] [--requests 6] [--json F]
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,19 @@ from checkpoints.recipe.chat import prompt_and_answer
 from checkpoints.recipe.skills import dialogue, extract, story, tools
 from jserve import build, functional
 from jserve.config import EngineConfig
+from jserve.functional import FunctionalModel
+from jserve.model.attn_train import train
+from jserve.model.mesh import make_mesh
+from jserve.model.points import entering
+from jserve.model.shard import Axes, ShardRules
+from jserve.speculation.drafters.drafter import Seen, Target
+from jserve.speculation.drafters.load import find_drafter
+from jserve.weights.source import resolve
 
 SKILLS = {"dialogue": dialogue, "json": extract, "tools": tools, "free": story}
+METHODS = ("draft", "eagle3", "medusa")
+Drafts = Callable[[jax.Array], jax.Array]
+"""int32[T] tokens -> float32[T, V]: the logits that the drafter draws the token by that the target draws after t."""
 BLOCK = 64
 """Ids of a block of ``inverse``."""
 
@@ -80,26 +92,88 @@ def answers(n: int) -> Iterator[tuple[list[int], int]]:
             yield [*prompt, *answer], len(prompt)
 
 
-def measure(temperatures: tuple[float, ...], n: int) -> list[dict[str, Any]]:
-    """A line for each temperature."""
-    models = [functional.model(path) for path in (build.shipped(), HEADS / "jserve-mini-draft")]
-    paths = (build.shipped(), HEADS / "jserve-mini-draft")
-    params = [functional.load_params(m, path) for m, path in zip(models, paths, strict=True)]
-    rows: list[tuple[np.ndarray, np.ndarray]] = []
-    for ids, n_prompt in answers(n):
-        tokens = jnp.array(ids)
-        target_TV, draft_TV = (
-            np.asarray(functional.logits(m, p, tokens, jnp.zeros_like(tokens)), np.float64)
-            for m, p in zip(models, params, strict=True)
+def draft_model() -> Drafts:
+    """Of the shipped draft model."""
+    path = HEADS / "jserve-mini-draft"
+    model = functional.model(path)
+    params = functional.load_params(model, path)
+    return lambda tokens_T: functional.logits(model, params, tokens_T, jnp.zeros_like(tokens_T))
+
+
+def head(method: str, model: FunctionalModel, params: Any) -> Drafts:
+    """Of the shipped head of ``method``, as the engine computes it: entry t has seen the target's hidden states up to
+    t - 1, and token t. Entry 0 means nothing."""
+    found = find_drafter(method, resolve(str(HEADS / f"jserve-mini-{method}")), model.arch)
+    drafter, arch, axes = found.drafter, model.arch, Axes()
+    own = found.loaded(make_mesh(1), ShardRules(), jnp.float32)
+    assert drafter.observe is not None, "it has weights"
+    assert drafter.logits is not None
+    observe, logits_of = drafter.observe, drafter.logits
+    taps = [entering(layer, arch.L) for layer in drafter.taps]
+
+    def logits(tokens_T: jax.Array) -> jax.Array:
+        T, segments_T = len(tokens_T), jnp.zeros_like(tokens_T)
+        if taps:
+            x_TD, read = functional.forward(model, params, tokens_T, segments_T, taps=taps)
+        else:
+            x_TD, read = functional.forward(model, params, tokens_T, segments_T), {}
+        view = functional.flat_view(tokens_T, segments_T)
+        pad = len(view.tok_T) - T
+        wide = lambda y_TD: jnp.pad(y_TD, ((0, pad), (0, 0)))  # noqa: E731
+        seen = Seen(
+            view=view,
+            next_T=jnp.pad(tokens_T[1:], (0, pad + 1)),
+            x_TD=wide(x_TD),
+            taps=[wide(read[tap]) for tap in taps],
+            last_R=jnp.arange(T),
         )
-        rows += zip(target_TV[n_prompt - 1 : -1], draft_TV[n_prompt - 1 : -1], strict=True)
-    return [_line(rows, temperature) for temperature in temperatures]
+        family = model.family
+        of = Target(
+            arch=arch,
+            params=params,
+            embedding=family.embed,
+            unembedding=family.logits,
+            attn=train(T),
+            axes=axes,
+        )
+        kv = functional.unkept(drafter.kv_layers, len(view.tok_T), model.dtype)
+        carry_TX, _ = observe(of, own, seen, kv, axes)
+        return jnp.roll(logits_of(of, own, carry_TX, 0, axes), 1, axis=0)
+
+    return logits
+
+
+def drafts_of(method: str, model: FunctionalModel, params: Any) -> Drafts:
+    return draft_model() if method == "draft" else head(method, model, params)
+
+
+def measure(
+    methods: tuple[str, ...], temperatures: tuple[float, ...], n: int
+) -> list[dict[str, Any]]:
+    """A line for each method and temperature."""
+    model = functional.model(build.shipped())
+    params = functional.load_params(model, build.shipped())
+    texts = [*answers(n)]
+    longest = max(len(ids) for ids, _ in texts)
+    logits_of = jax.jit(lambda tokens_T: functional.logits(model, params, tokens_T, 0 * tokens_T))
+    lines = []
+    for method in methods:
+        drafts, rows = jax.jit(drafts_of(method, model, params)), []
+        for ids, n_prompt in texts:
+            tokens_T = jnp.array(ids + [0] * (longest - len(ids)))  # nothing sees what follows it
+            of_target, of_draft = (
+                np.asarray(of(tokens_T), np.float64)[n_prompt - 1 : len(ids) - 1]
+                for of in (logits_of, drafts)
+            )
+            rows += zip(of_target, of_draft, strict=True)
+        lines += [{"method": method} | _line(rows, temperature) for temperature in temperatures]
+    return lines
 
 
 def _line(rows: list[tuple[np.ndarray, np.ndarray]], temperature: float) -> dict[str, Any]:
     pairs = [(_softmax(x_V / temperature), _softmax(y_V / temperature)) for x_V, y_V in rows]
     means = {name: np.mean([of(*pair) for pair in pairs]) for name, of in COUPLINGS.items()}
-    about = {"method": "draft", "temperature": temperature, "tokens": len(rows)}
+    about = {"temperature": temperature, "tokens": len(rows)}
     return about | {name: round(float(mean), 4) for name, mean in means.items()}
 
 
@@ -112,11 +186,13 @@ def main() -> int:
         prog="bench.coupling", description=(__doc__ or "").split("\n")[0]
     )
     many = lambda text: tuple(map(float, text.split(",")))  # noqa: E731
+    words = lambda text: tuple(text.split(","))  # noqa: E731
+    parser.add_argument("--methods", type=words, default=METHODS)
     parser.add_argument("--temperatures", type=many, default=(0.7, 1.0))
     parser.add_argument("--requests", type=int, default=6, help="chats of each skill")
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args()
-    lines = measure(args.temperatures, args.requests)
+    lines = measure(args.methods, args.temperatures, args.requests)
     for line in lines:
         print(line)
     if args.json is not None:

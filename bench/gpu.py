@@ -123,8 +123,9 @@ def run_all(args: argparse.Namespace) -> int:
             continue
         limit = min(STAGES[name].seconds * (10 if args.tiny else 1), left - 3)
         start = time.monotonic()
-        rc = _stage(record, seconds=limit)
-        record.add("end", rc=rc, seconds=round(time.monotonic() - start, 1), goal=STAGES[name].goal)
+        *lost, rc = _stage(record, seconds=limit)
+        took = round(time.monotonic() - start, 1)
+        record.add("end", rc=rc, lost=lost, seconds=took, goal=STAGES[name].goal)
     lines = read(folder / "gpu.jsonl")
     print(summary(lines))
     return 0 if whole(lines) >= set(names) else 1
@@ -147,18 +148,18 @@ def _carry_over(before: Path, folder: Path) -> set[str]:
     return done
 
 
-def _stage(record: Record, *, seconds: float) -> int:
+def _stage(record: Record, *, seconds: float) -> list[int]:
     """Run a stage until it ends by itself; a case that ends its process is an error, and a new
-    process goes on after it. Returns the last exit code."""
-    end = time.monotonic() + seconds
+    process goes on after it. Returns the exit codes of all its processes."""
+    end, codes = time.monotonic() + seconds, []
     while True:
         left = end - time.monotonic()
-        rc = _child(record, left)
-        case = open_case(record.folder, rc)
+        codes.append(_child(record, left))
+        case = open_case(record.folder, codes[-1])
         if case is not None:
             record.add(case[0], error=case[1])
-        if (case is None and rc != STICKY) or end - time.monotonic() < 5:
-            return rc
+        if (case is None and codes[-1] != STICKY) or end - time.monotonic() < 5:
+            return codes
 
 
 def _child(record: Record, seconds: float) -> int:
@@ -204,9 +205,15 @@ def summary(lines: list[dict[str, Any]]) -> str:
         figures = len([x for x in mine if x["name"] != "end"])
         rows.append(
             f"{name:16s} rc {end.get('rc', '?'):>4}  {end.get('seconds', 0):6.1f} s  "
-            f"{figures:3d} figures  {len(bad):2d} wrong  {end.get('goal', '')}"
+            f"{figures:3d} figures  {len(bad):2d} wrong  {_lost(end)}{end.get('goal', '')}"
         )
     return "\n".join(["", "stage            result", *rows])
+
+
+def _lost(end: dict[str, Any]) -> str:
+    """The exit codes of processes that a case ended."""
+    codes = ", ".join(map(str, end.get("lost", ())))
+    return f"after processes that ended with {codes}  " if codes else ""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jserve.errors import ConfigError
+from jserve.kv_layout import KVLayer
 from jserve.model.arch import Arch
 from jserve.model.attn_train import BLOCK, train
 from jserve.model.ctx import Ctx, Edit
@@ -132,10 +133,10 @@ def forward(
     """
     points = matching(model.arch, taps, "taps") if taps else ()
     T = tokens.shape[0]
-    view = _view(tokens, segments)
+    view = flat_view(tokens, segments)
     ctx = Ctx.of(model.arch, view, train(longest or T), Axes())
     ctx = replace(ctx, edits=_edits(model, add or {}, view.pos_T.shape[0]))
-    kv = _nothing_kept(model, view.pos_T.shape[0])
+    kv = unkept(model.arch.kv_layers, view.pos_T.shape[0], model.dtype)
     found: list[jax.Array] = []
     if points or add:
         if model.family.tapped is None:
@@ -228,7 +229,7 @@ def _places(segments_T: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(segments_T < 0, -1, index_T - first_T), row_T
 
 
-def _view(tokens_T: jax.Array, segments_T: jax.Array) -> StepView:
+def flat_view(tokens_T: jax.Array, segments_T: jax.Array) -> StepView:
     """The tokens as a step has them, padded to whole blocks; what only pages and draws need is empty."""
     pad = -tokens_T.shape[0] % BLOCK
     tok_T = jnp.pad(tokens_T.astype(jnp.int32), (0, pad))
@@ -259,10 +260,10 @@ def _view(tokens_T: jax.Array, segments_T: jax.Array) -> StepView:
     )
 
 
-def _nothing_kept(model: FunctionalModel, T: int) -> list[Any]:
-    """A pool of one token a page, which says in what type keys and values are kept."""
+def unkept(layers: Sequence[KVLayer], T: int, dtype: Any) -> list[Any]:
+    """A pool of one token a page for ``layers``, which says in what type keys and values are kept."""
 
     def array(heads: int, width: int) -> jax.Array:
-        return jnp.zeros((T, 1, heads, width) if heads else (T, 1, width), model.dtype)
+        return jnp.zeros((T, 1, heads, width) if heads else (T, 1, width), dtype)
 
-    return [tuple(array(a.heads, a.width) for a in layer.arrays) for layer in model.arch.kv_layers]
+    return [tuple(array(a.heads, a.width) for a in layer.arrays) for layer in layers]

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from bench import gpu, gpu_steps, gpu_wheels
-from bench.gpu_record import NotHere, Record
+from bench.gpu_record import STICKY, NotHere, Record
 
 
 def lines(folder):
@@ -39,6 +39,7 @@ FAULTS = """
 import os, time
 import jax.numpy
 import bench.gpu_facts as facts
+import bench.gpu_peers as peers
 
 measured = facts._skinny, facts._dispatch
 
@@ -64,6 +65,7 @@ def hangs(*a):
     return measured[1](*a)
 
 facts._read, facts._copy, facts._skinny, facts._dispatch = lost, aborts, half, hangs
+peers.peers = lambda record: record.attempt("one", lambda: {"x": 1})
 """
 
 
@@ -74,8 +76,17 @@ def test_each_fault_costs_one_case(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RECORD", str(tmp_path / "gpu.jsonl"))
     with monkeypatch.context() as faulty:
         faulty.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
-        out = ["--tiny", "--only", "facts", "--out", str(tmp_path)]
-        assert gpu.main([*out, "--budget", "100"]) == 1
+        out = ["--tiny", "--only", "facts,peers", "--out", str(tmp_path)]
+        assert gpu.main([*out, "--budget", "240"]) == 1
+    ends = {x["stage"]: x for x in lines(tmp_path) if x["name"] == "end"}
+    assert ends["facts"]["lost"] == [STICKY, -6, 9, 1], (
+        "of a lost device, an abort, an exit, a hang"
+    )
+    assert ends["facts"]["rc"] == 0, "and the last process came to the end"
+    assert ends["peers"] == ends["peers"] | {"rc": 0, "lost": []}, "the next stage runs as ever"
+    assert gpu.whole(lines(tmp_path)) == {"peers"}
+    table = capsys.readouterr().out
+    assert " 4 wrong  after processes that ended with 3, -6, 9, 1 " in table
     found = {x["name"]: x for x in lines(tmp_path)}
     errors = {name: x["error"] for name, x in found.items() if "error" in x}
     assert errors["read bandwidth"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -84,11 +95,8 @@ def test_each_fault_costs_one_case(tmp_path, monkeypatch, capsys):
     assert errors["dispatch of 2 + 1 arrays"].startswith("no result within")
     assert len(errors) == 4
     assert "hangs" in (tmp_path / "errors.log").read_text(), "the stacks of the hang"
-    right = [name for name, x in found.items() if name not in errors and name != "end"]
+    right = [name for name, x in found.items() if name not in errors and name not in ("end", "one")]
     assert len(right) == 9
-    assert found["end"]["rc"] == 0
-    assert gpu.whole(lines(tmp_path)) == set()
-    assert " 4 wrong" in capsys.readouterr().out
 
     (tmp_path / "sitecustomize.py").unlink()
     before = found["matmul bfloat16"]
@@ -115,6 +123,48 @@ def test_a_pool_takes_what_the_card_has(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gpu_rig, "memory", lambda: weights)
     with pytest.raises(NotHere, match="do not hold weights"):
         gpu_rig.Rig(gpu_rig.ARCHS["tiny"], "dense", n_pages=100, M=8)
+
+
+def test_a_lost_device_ends_its_process_with_a_code_of_its_own(tmp_path):
+    """A real process, whose device fails in a case and in every call after it."""
+    say = (
+        "import sys, types, pathlib\n"
+        "from bench.gpu_record import Record\n"
+        "def lost(*_): raise RuntimeError('CUDA_ERROR_ILLEGAL_ADDRESS')\n"
+        "if sys.argv[2] == 'lost':\n"
+        "    sys.modules['jax'] = jax = types.ModuleType('jax')\n"
+        "    sys.modules['jax.numpy'] = jax.numpy = types.ModuleType('jax.numpy')\n"
+        "    jax.numpy.ones = lost\n"
+        "record = Record(pathlib.Path(sys.argv[1]), 'facts', tiny=True, seconds=60)\n"
+        "record.attempt('one', lost)\n"
+        "record.attempt('two', lambda: {'x': 1})\n"
+    )
+    run = lambda how: subprocess.run([sys.executable, "-c", say, str(tmp_path), how]).returncode  # noqa: E731
+    assert run("lost") == STICKY == 3
+    assert [x["name"] for x in lines(tmp_path)] == ["one"], "nothing is measured on a lost device"
+    assert run("well again") == 0
+    assert [x["name"] for x in lines(tmp_path)] == ["one", "two"], (
+        "what is recorded is not tried again"
+    )
+
+
+def test_the_stage_and_the_next_one_go_on_after_a_lost_device(tmp_path, monkeypatch, capsys):
+    codes = iter([STICKY, 124, 0, 0])
+
+    def child(record, seconds):
+        record.add(f"case {(rc := next(codes))}", **({"error": "lost"} if rc else {"x": 1.0}))
+        if rc == 124:
+            case = {"name": "hung", "limit": 1, "at": 0}
+            (tmp_path / "case.json").write_text(json.dumps(case))
+        return rc
+
+    monkeypatch.setattr(gpu, "_child", child)
+    assert gpu.main(["--only", "facts,peers", "--out", str(tmp_path), "--budget", "60"]) == 1
+    ends = [(x["stage"], x["rc"], x["lost"]) for x in lines(tmp_path) if x["name"] == "end"]
+    assert ends == [("facts", 0, [STICKY, 124]), ("peers", 0, [])]
+    table = capsys.readouterr().out
+    assert "3 wrong  after processes that ended with 3, 124 " in table
+    assert gpu.whole(lines(tmp_path)) == {"peers"}
 
 
 def test_a_process_that_cannot_be_killed_is_left(tmp_path, monkeypatch):

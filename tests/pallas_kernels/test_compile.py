@@ -26,11 +26,13 @@ from pallas_kernels import aot
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import tile_of
 from pallas_kernels.paged_attention.combine import FEW, MANY_SPLITS
-from pallas_kernels.paged_attention.hopper import Tile
+from pallas_kernels.paged_attention.hopper import Tile, _scratch as decode_scratch
 from pallas_kernels.ragged_prefill import ragged_prefill
-from pallas_kernels.ragged_prefill.hopper import TEAM
+from pallas_kernels.ragged_prefill.api import tile_of as prefill_tile
+from pallas_kernels.ragged_prefill.hopper import TEAM, _scratch as prefill_scratch
 from pallas_kernels.spec import AttentionSpec, Chunks, Pages, Rows
 from tests.pallas_kernels import tma
+from tests.pallas_kernels.barriers import check_barriers
 from tests.pallas_kernels.shapes import ARCHS, step_model
 from tests.pallas_kernels.variants import CHAINS, F8, I8, VARIANTS, Variant
 
@@ -117,6 +119,7 @@ def test_paged_attention(name: str) -> None:
         report = aot.compile_for(call, q, pages_of(v, D), ints(D), ints(D), arrays(v))
     check_descriptors(descriptors, v)
     check(report, 2, tile.teams * tile.warpgroups, tile.teams)
+    check_barriers(report.kernels[0].ptx, decode_scratch(tile, q.dtype, v.dtype))
     check_combine(report.kernels[1], tile, v)
 
 
@@ -176,6 +179,8 @@ def test_ragged_prefill(name: str) -> None:
         report = aot.compile_for(call, *args)
     check_descriptors(descriptors, v)
     check(report, 1, TEAM, 1)
+    scratch = prefill_scratch(prefill_tile(*args[:2], F, spec), args[0].dtype, v.dtype)
+    check_barriers(report.kernels[0].ptx, scratch)
 
 
 @pytest.mark.parametrize("H", [64, 128])

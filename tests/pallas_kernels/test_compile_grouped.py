@@ -16,8 +16,9 @@ from jserve.sizing.compiled import compile_step
 from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import Activation, Experts, grouped_mlp
 from pallas_kernels.grouped_matmul.api import tiles_of
-from pallas_kernels.grouped_matmul.hopper import Tile
+from pallas_kernels.grouped_matmul.hopper import Tile, _scratch
 from tests.pallas_kernels import tma
+from tests.pallas_kernels.barriers import check_barriers
 from tests.pallas_kernels.experts import MIXTURES, Mixture
 from tests.pallas_kernels.shapes import ARCHS, step_model
 from tests.pallas_kernels.test_compile import check_descriptors, check_registers
@@ -58,6 +59,7 @@ def check(m: Mixture) -> aot.Report:
     assert len(report.kernels) == 2
     for kernel, tile in zip(report.kernels, tiles, strict=True):
         check_registers(kernel, tile.warpgroups, 1)
+        check_barriers(kernel.ptx, _scratch(tile, m.dtype, m.dtype))
     assert report.spills == 0, report.kernels
     assert not report.ignored
     assert 0 < report.smem_bytes <= aot.SMEM_LIMIT

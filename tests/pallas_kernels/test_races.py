@@ -1,6 +1,7 @@
 """The kernels under the interpreter's race detector: nobody writes what another may still load, however the
 threads are timed. Values alone do not show that, since the interpreter runs them in few orders. It compares
-loads, stores and copies; what the matrix unit reads it does not know."""
+loads, stores and copies; what the matrix unit reads it does not know. Mixtures whose blocks overlap are not among the
+cases: two blocks write the same numbers to the same place of the result, which it reports."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels.launch import interpreter, plgpu
 from tests.pallas_kernels import (
     latents,
+    test_add_norm as add_norm,
+    test_combine as combine,
+    test_grouped_matmul as experts,
     test_kv_write as kv_write,
     test_paged_attention as decode,
     test_quant_matmul as product,
     test_ragged_prefill as prefill,
     test_sample_threshold as threshold,
 )
+from tests.pallas_kernels.experts import Mixture
 from tests.pallas_kernels.rows import F8
 from tests.pallas_kernels.variants import I8
 
@@ -30,6 +35,12 @@ ROWS = ((200, 1), (5, 1), (0, 0), (70, 1), (3, 1))
 ALL = {"sms": 1, "stages": 2}
 """One team for all rows of a kv head, so that every ring goes round."""
 NARROW = latents.Latents(N=2, A=128, Z=16)
+
+
+def mixture(m: Mixture) -> None:
+    experts.by_kernel(*experts.inputs(m), m.spec(experts.interpreter()))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode": lambda: decode.run(ROWS, K=2, tune=ALL),
     "decode, 8 bits": lambda: decode.run(ROWS, K=2, dtype=F8, scaled=True, tune=ALL),
@@ -42,12 +53,19 @@ CASES: dict[str, Callable[[], None]] = {
     "product": lambda: product.test_values("a ring that goes round", "hopper"),
     "kv write": lambda: kv_write.test_values_and_places("8 bits"),
     "bound": lambda: threshold.test_one_is_the_largest_alone_even_among_ties(),
+    "experts": lambda: experts.test_values("a ring that goes round"),
+    "experts, two warpgroups": lambda: mixture(
+        Mixture(T=6, X=2, E=3, D=256, F=128, tune={"warpgroups": 2, "parts": 2, "stages": 2})
+    ),
+    "combine": lambda: combine.check(combine.tile(splits=12, K=2, G=3), (0, 9, 2), sinks=True),
+    "norm": lambda: add_norm.test_values(4, 1024, jnp.bfloat16),
 }
+MODULES = (add_norm, combine, decode, experts, kv_write, latents, prefill, product, threshold)
 
 
 @pytest.fixture
 def races(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (latents, kv_write, decode, product, prefill, threshold):
+    for module in MODULES:
         monkeypatch.setattr(module, "interpreter", partial(interpreter, detect_races=True))
 
 

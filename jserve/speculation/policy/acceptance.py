@@ -5,8 +5,7 @@ given that those before it were accepted::
 
     drafts   d1 d2 d3 d4 d5       accepted: 2        tried: d1 d2 (accepted), d3 (rejected); d4 d5 say nothing
 
-A request's own rate is pulled towards that of all requests while little is known of it. Old rounds fade, so a text
-that changes is noticed.
+A request's own rate is pulled towards that of all requests while little is known of it. Old rounds fade.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import NamedTuple
 KEEP_REQUEST, KEEP_ALL = 0.95, 0.99
 """The share of a count that stays, per draft tried, or per round for offers."""
 PULL, PULL_OFFERS = 8.0, 2.0
-"""Tries of its own after which a request's rate counts as much as that of all, and rounds for offers. Fewer of these:
-whether there is anything to copy differs most between texts. More of those: the row with the least acceptance decides
-for all, and among few tries that is chance."""
+"""Tries of its own after which a request's rate counts as much as that of all, and rounds for offers: fewer, since
+whether there is anything to copy differs most between texts."""
 _GUESS_WEIGHT = 4.0
 
 
@@ -70,9 +68,7 @@ class Acceptance:
 class SequenceAcceptance:
     """The measured acceptance of one sequence, and the drafts it holds.
 
-    A proposal can be compared with the tokens that came, whether they were drafted or not: verification never changes
-    a token, so the text without drafts tells exactly which drafts would have been accepted. So acceptance is measured
-    without spending a step on it.
+    Verification never changes a token, so any text tells which drafts of a proposal would have been accepted.
     """
 
     __slots__ = ("expected", "left", "n_right", "overall", "own")

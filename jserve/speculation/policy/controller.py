@@ -1,20 +1,14 @@
-"""Decides which rows draft and how many tokens.
+"""Decides which rows draft and how many tokens: a pure function of plans, results and the times that they carry.
 
-It chooses k for each step, learns from results and counts. It is a pure function of plans, results and the times
-they carry; ``sched.decode`` makes rows of what is chosen here.
-
-Three kinds of drafts, one row each:
+Three kinds of drafts, one row each; ``sched.decode`` makes rows of what is chosen here:
 
 * *forced*: a guide leaves one way; they are accepted for sure.
 * *host*: a proposer looks at the text. It needs the last token, so its sequence is planned when nothing of it is
-  in flight; all rows wait for that, or none does. What drafts would have brought is seen in every text, drafted
-  or not (``SequenceAcceptance``). Blind proposers (synthetic ones) know nothing of the text.
+  in flight; all rows wait for that, or none does. Blind proposers (synthetic ones) know nothing of the text.
 * *device*: a drafter leaves ``StepPlan.n_draft`` drafts in the slots. Where it copies from the text (n-grams), a
-  proposer of the host is its *shadow*: it finds the same a step later, so acceptance is known without drafts, and
-  it drafts for rows under a guide.
+  proposer of the host is its *shadow*: it finds the same a step later, and drafts for rows under a guide.
 
-How many drafts a step makes follows from measured times and acceptance (``policy.draft_count``). Above ``max_rows``
-rows the device makes none. What a drafter with KV of its own did not see is backfilled (``policy.draft_kv_backfill``).
+All but blind proposers show what drafts would have brought in every text, drafted or not (``SequenceAcceptance``).
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ from jserve.config import SpeculativeOptions
 from jserve.ports import Proposer, RunnerLimits
 from jserve.speculation.policy.acceptance import NEVER, SURE, Acceptance, Odds, SequenceAcceptance
 from jserve.speculation.policy.counters import SpeculationCounters
-from jserve.speculation.policy.draft_count import Hysteresis, best_k, widths
+from jserve.speculation.policy.draft_count import HOLD, Hysteresis, best_k, widths
 from jserve.speculation.policy.draft_kv_backfill import DraftKVBackfill
 from jserve.timing.host_gaps import HostGaps
 from jserve.timing.prefill_cap import PrefillCap
@@ -69,12 +63,8 @@ class StepLoad:
 
 
 class SpeculationController:
-    """The policy.
-
-    Args:
-        proposer: drafts on the host, or is the shadow of a device that copies; None: only the device
-            (where it can) and guides do.
-    """
+    """The policy. ``proposer`` drafts on the host, or is the shadow of a device that copies; None: only the device
+    (where it can) and guides do."""
 
     def __init__(
         self,
@@ -96,16 +86,13 @@ class SpeculationController:
         self._blind = proposer is None or proposer.blind
         """True where only verified drafts show what is accepted."""
         self._name = DEVICE if proposer is None else proposer.name
-        self.min_speed = options.min_speed
-        depths = limits.draft_depths
+        self._min_speed, depths = options.min_speed, limits.draft_depths
         # Of a tree all is verified or nothing.
         self._ks = (0, self.most) if depths else [w - 1 for w in widths(self.most)]
         self._depths = [max(depths[:n], default=0) if depths else n for n in range(self.most + 1)]
         """Drafts -> most of them that can be accepted: of a tree, as many as it is deep."""
         self.hysteresis = Hysteresis(self._ks[1] if self.on and self._blind else 0)
         self._watches: dict[Sequence, SequenceAcceptance] = {}
-        self._length = 64.0
-        """Mean tokens of an answer, decayed."""
         self._sources: dict[int, dict[int, str]] = {}
         """Plan id -> row -> who made its drafts."""
         self._landed: dict[int, str] = {}
@@ -120,22 +107,18 @@ class SpeculationController:
     def waits(self, ready: Seq[Sequence], n_flights: int, load: StepLoad) -> bool:
         """True when no step should be planned before those in flight are back, because drafts of
         the host are worth more than the overlap."""
-        if self.device or self._blind or not n_flights:
-            return False
-        if not any(seq.request.speculative and seq.in_flight for seq in ready):
+        waiting = any([seq.request.speculative and seq.in_flight for seq in ready])
+        if self.device or self._blind or not n_flights or not waiting:
             return False
         if self._fixed is not None:
             return self._fixed > 0
-        return self._k(ready, [self._odds(seq) for seq in ready], load, waits=True) > 0
+        return self._best(ready, [self._odds(seq) for seq in ready], load, waits=True) > 0
 
     def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[RowDrafts]:
         """Chooses the drafts that each row tries, before length and pages cut them; sets ``n_draft``."""
-        if self.device:
-            k = self.n_draft = self._device_k(ready, load)
-            found = [self._held(seq) for seq in ready]
-        else:
-            found = [self._drafts(seq) for seq in ready]
-            k = self._host_k(ready, found, load)
+        found = [self._found(seq) for seq in ready]
+        k = self._device_k(ready, load) if self.device else self._host_k(ready, found, load)
+        self.n_draft = k if self.device else 0
         return [drafts.cut(k) for drafts in found]
 
     def backfills(self, draft: PlanBuilder, running: Iterable[Sequence], cap: PrefillCap) -> None:
@@ -152,8 +135,8 @@ class SpeculationController:
     def planned(
         self, plan: StepPlan, seqs: Seq[Sequence], sources: dict[int, str], *, behind: bool
     ) -> None:
-        """``plan`` will run. ``seqs``: the sequence of each row. ``sources``: row -> who made its
-        drafts. ``behind``: no step is in flight before it."""
+        """``plan`` will run. ``seqs``: the sequence of each row. ``sources``: row -> who made its drafts. ``behind``:
+        no step is in flight before it."""
         if not self.on:
             return
         self.gaps.planned(plan.id, behind)
@@ -166,8 +149,7 @@ class SpeculationController:
                     self._watch(seq).left = plan.n_draft
 
     def observe(self, plan: StepPlan, now: float, device_s: float, plain_s: float) -> None:
-        """``plan`` took ``device_s``; ``plain_s`` is predicted of one of as many tokens that drafts
-        nothing."""
+        """``plan`` took ``device_s``; ``plain_s`` is predicted of one of as many tokens without drafts."""
         gap_s = self.gaps.landed(plan.id, now, device_s)
         draft_s = max(0.0, device_s - plain_s) if plan.n_draft else 0.0
         self.tally.step(device_s, gap_s, draft_s, prefills=not plan.rows[-1].from_slot)
@@ -217,8 +199,6 @@ class SpeculationController:
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` is over."""
-        if seq.n_output:
-            self._length += 0.05 * (seq.n_output - self._length)
         self._watches.pop(seq, None)
         self.backfill.forget(seq)
         if self.proposer is not None:
@@ -229,10 +209,9 @@ class SpeculationController:
         return len(self._watches)
 
     def _watch(self, seq: Sequence) -> SequenceAcceptance:
-        watch = self._watches.get(seq)
-        if watch is None:
-            watch = self._watches[seq] = SequenceAcceptance(self.acceptance)
-        return watch
+        if seq not in self._watches:
+            self._watches[seq] = SequenceAcceptance(self.acceptance)
+        return self._watches[seq]
 
     def _odds(self, seq: Sequence, found: RowDrafts | None = None) -> Odds:
         """Of the next drafts of ``seq``; ``found``: they are known. A drafter without a shadow always has some."""
@@ -247,62 +226,52 @@ class SpeculationController:
     def _device_k(self, ready: Seq[Sequence], load: StepLoad) -> int:
         """Drafts that the device makes in a step of the rows that decode and those that soon will."""
         rows, from_kv = [*ready, *load.entering], self.limits.drafts_from_kv
-        crowded = len(rows) > (self.limits.draft_rows or self.limits.max_decode_rows)
-        if self._fixed is not None:
-            return 0 if crowded or not rows else self._narrowed(self._fixed, ready, load)
-        if not ready and (not from_kv or not rows):
+        if not rows or not (ready or from_kv):
             return 0  # a drafter without KV sees nothing in prompts alone, which only take longer
+        crowded = len(rows) > (self.limits.draft_rows or self.limits.max_decode_rows)
         odds = [] if crowded else [self._odds(seq) for seq in rows]
         may = any([one.offers for one in odds])
-        wanted = self._k(rows, odds, load) if may else 0
-        k = self.hysteresis.step(wanted, new=bool(load.entering) or not from_kv)
-        return self._narrowed(k, ready, load) if may else 0
-
-    def _narrowed(self, k: int, ready: Seq[Sequence], load: StepLoad) -> int:
-        """As many of ``k`` drafts as there are programs for beside this step's prompts."""
+        if (k := self._fixed) is None:
+            wanted = self._best(rows, odds, load) if may else 0
+            k = self.hysteresis.step(wanted, new=bool(load.entering) or not from_kv)
         widest = self.limits.prefill_width
-        beside = load.entering or any([self.backfill.due(seq) is not None for seq in ready])
-        return min(k, widest - 1) if beside and widest else k
+        if load.entering or any([self.backfill.due(seq) is not None for seq in ready]):
+            k = min(k, widest - 1) if widest else k  # there are no wider programs beside prompts
+        return k if may else 0
 
     def _host_k(self, ready: Seq[Sequence], found: Seq[RowDrafts], load: StepLoad) -> int:
         """Drafts that rows try of those that were found."""
         if self._fixed is not None or not any([drafts.ids for drafts in found]):
             return self._fixed or 0
         odds = [self._odds(seq, drafts) for seq, drafts in zip(ready, found, strict=True)]
-        k = self._k(ready, odds, load)
+        k = self._best(ready, odds, load)
         return self.hysteresis.step(k) if self._blind else k
 
-    def _k(
+    def _best(
         self, rows: Seq[Sequence], odds: Seq[Odds], load: StepLoad, *, waits: bool = False
     ) -> int:
-        """The best k; ``waits``: with drafts the device waits for the host before the step, though without it
-        does not."""
+        """The k of most tokens per second; ``waits``: with drafts the device waits for the host before the step,
+        though without it does not. To begin costs a step without drafts to verify, and the backfill: they are
+        spread over the steps that drafting lasts at least."""
         begins = self.device and not self.hysteresis.k
         missing = sum([self.backfill.missing(seq) for seq in rows]) if begins else 0
-        left = sum([max(self._length - seq.n_output, self._length / 2) for seq in rows]) / len(rows)
 
-        def seconds(k: int) -> tuple[float, float]:
-            n_draft = k if self.device else 0
-            size = (load.n_context, k + 1, n_draft)
-            took = self.costs.seconds(len(rows), 0, *size)
-            begin = self.costs.seconds(len(rows), missing, *size) if begins else 0.0
-            return took + self.gaps.seconds(load.behind or (waits and k > 0)), begin
+        def seconds(k: int) -> float:
+            size = (load.n_context, k + 1, k if self.device else 0)
+            begin = self.costs.seconds(len(rows), missing, *size) / HOLD if begins and k else 0.0
+            gap = self.gaps.seconds(load.behind or (waits and k > 0))
+            return self.costs.seconds(len(rows), 0, *size) + begin + gap
 
-        return best_k(odds, left, self._ks, self._depths, seconds, self.min_speed)
+        return best_k(odds, self._ks, self._depths, seconds, self._min_speed)
 
-    def _held(self, seq: Sequence) -> RowDrafts:
-        """Drafts of ``seq`` where the device drafts: what it left, unless its KV lacks something. A guide's masks
-        follow the drafts' ids, which only the device knows."""
-        if seq.guide is not None or not seq.request.speculative:
-            return self._drafts(seq)
-        if self.backfill.missing(seq):
-            return RowDrafts()
-        return RowDrafts((-1,) * self._watch(seq).left, self._name)
-
-    def _drafts(self, seq: Sequence) -> RowDrafts:
-        """All that ``seq`` could try now, of a guide or the host's proposer."""
+    def _found(self, seq: Sequence) -> RowDrafts:
+        """All that ``seq`` could try now. What the device left is nothing where its KV lacks something; a guide's
+        masks follow the drafts' ids, which only the device knows."""
         if not seq.request.speculative:
             return RowDrafts()
+        if self.device and seq.guide is None:
+            left = 0 if self.backfill.missing(seq) else self._watch(seq).left
+            return RowDrafts((-1,) * left, self._name)
         # Beside a tree there are no programs for other drafts.
         if seq.guide is not None and seq.guide.forced and not self.limits.draft_depths:
             return RowDrafts(seq.guide.forced[: self.most], GRAMMAR)

@@ -1,13 +1,12 @@
-"""Chooses the drafts of a step from measured step times and the acceptance of its rows, with hysteresis and probes.
+"""Chooses the drafts of a step from measured step times and acceptance, with hysteresis and probes.
 
-All rows of a step share one program, so they share k: the one with which what is left of the answers takes the fewest
-seconds ::
+All rows of a step share one program, so they share k, of a table by rows and acceptance (``--table`` of
+``bench.speculation_control`` prints it): the k with the most tokens per second ::
 
-    tokens left / (1 + drafts expected to be accepted of k) * seconds(k) + begin(k)      0 unless another is better
+    (1 + drafts expected to be accepted of k) / seconds(rows, k)
 
 among those with which no row gets fewer than ``min_speed`` of the tokens per second that it gets without drafts. The
-seconds are those of a step without prompts: a prompt takes as many steps whatever its neighbours draft, so its time
-speaks for neither. To begin costs a step whose rows have no drafts yet, and the backfill.
+seconds are those of a step without prompts: a prompt takes as many steps whatever its neighbours draft.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from jserve.speculation.policy.acceptance import Odds
 
 CHEAP = 1.03
 """A drafter whose steps take less than this factor longer always runs: its KV stays current, its acceptance known."""
-MARGIN = 1.05
-"""A k above 0 has to be better than none by this factor."""
+MARGIN, WIDER = 1.05, 1.1
+"""A k above 0 has to be better than none by the first factor, and than fewer drafts by the second: answers end."""
 HOLD = 16
-"""Steps before drafting ends or begins again."""
+"""Steps before drafting ends or begins again, over which the time that it takes to begin is spread."""
 PROBE_EVERY, PROBE_RARELY, PROBE_STEPS = 200, 1600, 16
 """Steps without drafts after which some are tried, to see what is accepted, twice as many after each such probe up to
 the second number: beside the next prompt, which the drafter then sees from its start; or, if none comes, after the
@@ -36,20 +35,18 @@ def widths(max_drafts: int) -> tuple[int, ...]:
 
 def best_k(
     odds: Seq[Odds],
-    left: float,
     options: Seq[int],
     depths: Seq[int],
-    seconds: Callable[[int], tuple[float, float]],
+    seconds: Callable[[int], float],
     min_speed: float,
 ) -> int:
     """Drafts of a step.
 
     Args:
         odds: of each row.
-        left: tokens that a row is likely to draw yet.
         options: numbers of drafts that there are programs for, ascending, 0 first.
         depths: drafts -> most of them that can be accepted (of a tree, its depth).
-        seconds: drafts -> predicted seconds of a step, and those it costs to begin.
+        seconds: drafts -> predicted seconds of a step.
         min_speed: least share of its speed without drafts that each row keeps.
     """
     offers = sum([one.offers for one in odds])
@@ -57,16 +54,15 @@ def best_k(
         return 0
     mean = Odds(sum([one.accepts * one.offers for one in odds]) / offers, offers / len(odds))
     least = min(odds, key=lambda one: one.accepts * one.offers)
-    plain = seconds(0)[0]
-    best, fewest = 0, left * plain / MARGIN
+    plain = seconds(0)
+    best, most = 0, 1.0 / plain
     for k in options[1:]:
-        took, begin = seconds(k)
-        total, slowest = (
-            left / (1.0 + one.expected(depths[k])) * took + begin for one in (mean, least)
-        )
-        fair = min_speed * slowest <= left * plain
-        if (fair and total < fewest) or (not best and took < CHEAP * plain):
-            best, fewest = k, total
+        took = seconds(k)
+        rate, slowest = ((1.0 + one.expected(depths[k])) / took for one in (mean, least))
+        fair = slowest * plain >= min_speed
+        better = rate > (WIDER if best else MARGIN) * most
+        if (fair and better) or (not best and took < CHEAP * plain):
+            best, most = k, rate
     return best
 
 

@@ -15,6 +15,7 @@ from jserve.speculation.policy.draft_count import (
     PROBE_EVERY,
     PROBE_RARELY,
     PROBE_STEPS,
+    WIDER,
     Hysteresis,
     best_k,
     widths,
@@ -40,13 +41,11 @@ def best(
     per_draft: float,
     *odds: Odds,
     min_speed: float = 0.98,
-    left: float = 1e6,
-    begin: float = 0.0,
     depths: Sequence[int] = range(16),
 ) -> int:
-    """Where a step costs 1 and each draft of a row ``per_draft``, and to begin ``begin``."""
-    seconds = lambda k: (1.0 + per_draft * k * len(odds), begin)  # noqa: E731
-    return best_k(odds, left, KS, depths, seconds, min_speed)
+    """Where a step costs 1 and each draft of a row ``per_draft``."""
+    seconds = lambda k: 1.0 + per_draft * k * len(odds)  # noqa: E731
+    return best_k(odds, KS, depths, seconds, min_speed)
 
 
 def test_k_grows_with_acceptance_and_shrinks_with_cost_and_rows():
@@ -86,11 +85,12 @@ def test_of_a_tree_its_depth_counts():
     assert best(0.1, Odds(0.95, 1.0)) > 3
 
 
-def test_what_it_costs_to_begin_is_weighed_against_what_is_left():
-    row = Odds(0.9, 1.0)
-    assert best(0.1, row, left=20) > 0
-    assert best(0.1, row, left=20, begin=20.0) == 0
-    assert best(0.1, row, left=200, begin=20.0) > 0
+def test_more_drafts_have_to_be_better_than_fewer():
+    """Three right of three or seven of seven: what a step of seven may take."""
+    row, seven_over_three = Odds(1.0, 1.0), 8 / 4
+    for longer, k in ((0.99 / WIDER, 7), (1.01 / WIDER, 3)):
+        seconds = dict(zip(KS, (1.0, 1.5, 1.5 * seven_over_three * longer, 99.0), strict=True))
+        assert best_k([row], KS, range(16), seconds.__getitem__, 0.9) == k
 
 
 @given(
@@ -100,7 +100,7 @@ def test_what_it_costs_to_begin_is_weighed_against_what_is_left():
 def test_it_never_loses_by_its_own_arithmetic(rows, times):
     seconds = dict(zip(KS, [1.0, *sorted(times)], strict=True))
     odds = [Odds(*row) for row in rows]
-    k = best_k(odds, 100.0, KS, range(16), lambda k: (seconds[k], 0.0), 0.98)
+    k = best_k(odds, KS, range(16), seconds.__getitem__, 0.98)
     if k and seconds[k] >= CHEAP:
         mean = sum(o.expected(k) for o in odds) / len(odds)
         assert (1 + mean) / seconds[k] > 1.0
