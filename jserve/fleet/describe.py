@@ -42,6 +42,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
     plain_s = seconds(n, 0, context)
     return View(
         weights=weights,
+        slides=bool(resources.cache.parts[0].window),
         n_taken=n_taken,
         n_rows=n + len(resources.waiting),
         wait_s={lane.value: _wait_s(scheduler, lane) for lane in Lane},

@@ -14,7 +14,7 @@ from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.roles import prefill_at
-from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route, serves
+from jserve.fleet.route import Asked, Candidate, ReplicaChoice, able_of, route
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class ReplicaRouter:
         one = self._replicas[replica]
         one.candidate.view = view
         one.settle()
-        self.pages.update(replica, events)
+        self.pages.update(replica, events, slides=view.slides)
 
     def lost(self, replica: int) -> None:
         """The engine of ``replica`` is gone, with its pages; the next one has read nothing."""
@@ -89,7 +89,7 @@ class ReplicaRouter:
 
     def takes(self, asked: Asked) -> bool:
         """Some replica may take ``asked``."""
-        return any([not one.out and serves(one.view, asked) for one in self.candidates])
+        return bool(able_of(asked, self.candidates))
 
     def choose(self, asked: Asked) -> ReplicaChoice:
         """The replica for ``asked``, which is taken to be sent there.
@@ -158,7 +158,7 @@ class ReplicaRouter:
 
     def _able(self, asked: Asked) -> list[int]:
         """Raises NotReady where there is none."""
-        able = [i for i, c in enumerate(self.candidates) if not c.out and serves(c.view, asked)]
+        able = able_of(asked, self.candidates)
         if not able:
             raise NotReady("no replica takes this request now", retry_after=5.0)
         return able
