@@ -199,6 +199,8 @@ class RequestPlacement:
         """Requests that wait go where they cost less than the wait that is left (``fleet.rebalance``), as far as a
         budget of moves allows."""
         router = self.router
+        if not router.by_price:
+            return
         waiting = waits_of(self.sent.waiting(), router.candidates)
         for one in longest_waits([one for one in waiting if self._may_wait_elsewhere(one.id)]):
             if goes_elsewhere(one, router.candidates, router.pages):

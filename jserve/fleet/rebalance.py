@@ -69,7 +69,6 @@ def goes_elsewhere(one: WaitingRequest, candidates: Seq[Candidate], pages: PageI
 
 
 def _is_free(candidate: Candidate, asked: Asked) -> bool:
-    """It would begin with ``asked`` in its next step, and its view counts all that it was sent."""
-    view = candidate.view
-    soon = view.wait_s.get(asked.lane, 0.0) <= view.step_s
-    return soon and not candidate.n_sent and candidate.role != PREFILL
+    """Nothing stands before ``asked`` there, and its view counts all that it was sent."""
+    waits = candidate.view.wait_s.get(asked.lane, 0.0) > 0
+    return not waits and not candidate.n_sent and candidate.role != PREFILL

@@ -47,6 +47,9 @@ class ReplicaRouter:
         n: replicas at first, numbered from 0.
         policy: one of ``POLICIES``.
         seed: of policies that draw.
+
+    Attributes:
+        by_price: its choices are ``route``'s, so that requests which wait may be moved by the same prices.
     """
 
     def __init__(self, n: int = 0, policy: str = "seconds", seed: int = 0) -> None:
@@ -56,7 +59,7 @@ class ReplicaRouter:
         """Numbers of replicas that are gone for good."""
         for _ in range(n):
             self.join()
-        self._policy = POLICIES[policy]
+        self._policy, self.by_price = POLICIES[policy], policy == "seconds"
         self._rng, self.n_chosen = random.Random(seed), 0
 
     @property

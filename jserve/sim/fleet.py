@@ -149,13 +149,10 @@ class FleetSimulation:
         while True:
             busy = [one for one in self.replicas.values() if one.busy]
             behind = min(busy, key=lambda one: one.now, default=None)
-            if behind is not None and behind.now >= self._next_look:
-                self._next_look = behind.now + LOOKS_S
-                self._hear(behind.now)
-                self._rebalance(behind.now)
             if clients.next_at is not None and (behind is None or clients.next_at <= behind.now):
                 self._deliver(clients.next_at)
             elif behind is not None:
+                self._look(behind.now)
                 self._step(behind)
             else:
                 return self._result(began)
@@ -182,6 +179,13 @@ class FleetSimulation:
         self._sent[item.id] = _Sent(item, asked, chosen)
         chosen.n_sent += 1
         chosen.simulation.send(item, at)
+
+    def _look(self, now: float) -> None:
+        """Every ``LOOKS_S``, by what the router has heard; nothing that is sent before ``now`` comes later."""
+        if now >= self._next_look and self.router.by_price:
+            self._next_look = now + LOOKS_S
+            self._hear(now)
+            self._rebalance(now)
 
     def _rebalance(self, now: float) -> None:
         """As ``fleet.placement`` does: requests that wait go where they cost less than the wait that is left."""
