@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import statistics
 
-import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -32,7 +31,7 @@ def waiting(left_s: float, replica: int = 0, **changes) -> WaitingRequest:
     return WaitingRequest(id="a", asked=asked(**changes), replica=replica, left_s=left_s)
 
 
-FREE = view(n_rows=0, wait_s={"standard": 0.001}, step_s=0.01)
+FREE = view(n_rows=0, wait_s={"bulk": 1.0})
 
 
 def test_it_goes_where_its_price_is_below_what_is_left_of_its_wait():
@@ -49,7 +48,7 @@ def test_it_goes_where_its_price_is_below_what_is_left_of_its_wait():
 
 def test_a_queue_is_no_place_to_go_to_however_short():
     fleet = [Candidate(view=view()), Candidate(view=FREE)]
-    fleet[1].view = view(n_rows=1, wait_s={"standard": 0.02}, step_s=0.01)
+    fleet[1].view = view(n_rows=1, wait_s={"standard": 0.02})
     assert not goes_elsewhere(waiting(50.0), fleet, PageIndex())
 
 
@@ -65,16 +64,12 @@ def test_nobody_goes_where_no_request_is_sent(change):
 @given(candidates, held, st.floats(0.0, 20.0), st.integers(0, 8))
 def test_it_goes_exactly_where_the_plain_form_says_so(candidates, held, left_s, replica):
     replica %= len(candidates)
-    candidates[replica].out = True
-    for one in candidates:
-        one.n_sent, one.view = 0, msgspec.structs.replace(one.view, step_s=100.0)
-    costs = [direct_route(asked(), [one], [n]) for one, n in zip(candidates, held, strict=False)]
-    new = [asked().n_prompt - n * asked().page_size for n in held]
-    wanted = any(
-        c is not None and c.cost_s + n * one.view.prefill_token_s * one.suspicion < left_s
-        for c, n, one in zip(costs, new, candidates, strict=False)
-    )
-    candidates[replica].out = False
+    wanted = False
+    for i, (one, n) in enumerate(zip(candidates, held, strict=False)):
+        choice = direct_route(asked(), [one], [n])
+        new_s = (140 - n * PAGE) * one.view.prefill_token_s * one.suspicion
+        free = not one.n_sent and not one.view.wait_s["standard"] and i != replica
+        wanted |= choice is not None and free and choice.cost_s + new_s < left_s
     one = WaitingRequest(id="a", asked=asked(), replica=replica, left_s=left_s)
     assert goes_elsewhere(one, candidates, index(held)) == wanted
 

@@ -28,6 +28,7 @@ ANSWER_S = 120
 def server(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("RAY_worker_register_timeout_seconds", "600")  # a busy machine starts slowly
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     options = {**SMALL_OPTIONS, "compile_cache": cache, "structured_outputs": False}
     made = Server(tiny_dir, tmp_path / "log", **options, replicas=2)
