@@ -23,7 +23,7 @@ from jserve.sim.fleet import FleetSimulation
 from jserve.sim.simulate import limits_of
 from tests.fleet.direct import direct_route
 from tests.fleet.test_face import World, answers, begun, requests, undisturbed, until
-from tests.fleet.test_route import asked, candidates, held, index, view
+from tests.fleet.test_route import PAGE, asked, candidates, held, index, view
 from tests.sim.test_fleet import RAMP, setup
 
 
