@@ -75,5 +75,7 @@ def _wait_s(scheduler: Scheduler, lane: Lane) -> float:
     prefill_s = (begun + demand.new_share * n_tokens) * pace.step_s / pace.chunk
     work_s = demand.waiting_s(n, n_tokens, lane)
     if full:  # and one more has to end
-        work_s += work_s / n if n else pace.gap_s
+        given = sum([seq.given for seq in resources.running]) / len(resources.running)
+        each_s = work_s / n if n else pace.gap_s or demand.waiting_s(1.0, given, lane)
+        work_s += each_s
     return max(prefill_s, work_s)

@@ -217,6 +217,8 @@ class RequestPlacement:
         stream = None if sent is None else sent.member.streams.get(request_id)
         if sent is None or stream is None or not stream.open or any(stream.said):
             return False
+        if stream.attempt:
+            return False  # once is enough: views are never new enough to know
         apart = self.prefills.has(request_id) or sent.asked.n_ready > 0
         return not apart and not self.hedging.has(request_id) and stream.request.cache is None
 

@@ -57,7 +57,7 @@ class _Said(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _Sent:
+class _SentItem:
     """A request on its way."""
 
     item: TraceItem
@@ -133,7 +133,7 @@ class FleetSimulation:
         self._said: list[_Said] = []
         """A heap of the messages that the router has not heard yet."""
         self._n_said = 0
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, _SentItem] = {}
         """By request id."""
         self._rebalances, self._next_look = RetryBudget(), 0.0
         for _ in range(setup.replicas):
@@ -176,7 +176,7 @@ class FleetSimulation:
             request = without_deadlines(request)
         asked = self._asking.of(request, self.page_size)
         chosen = self.replicas[self.router.choose(asked).replica]
-        self._sent[item.id] = _Sent(item, asked, chosen)
+        self._sent[item.id] = _SentItem(item, asked, chosen)
         chosen.n_sent += 1
         chosen.simulation.send(item, at)
 
@@ -192,7 +192,7 @@ class FleetSimulation:
         sent = [
             (id, one.asked, one.to.number)
             for id, one in self._sent.items()
-            if not self._has_told(id, now)
+            if not self._has_told(id, now) and not self.clients.records.open[id].attempt
         ]
         waiting = waits_of(sent, self.router.candidates)
         for one in longest_waits(waiting):
@@ -205,7 +205,7 @@ class FleetSimulation:
         record = self.clients.records.open.get(id)
         return record is None or any([times and times[0] <= now for times in record.times])
 
-    def _move(self, sent: _Sent, now: float) -> None:
+    def _move(self, sent: _SentItem, now: float) -> None:
         """The request goes to the cheapest other replica."""
         id, record = sent.item.id, self.clients.records.open[sent.item.id]
         sent.to.simulation.engine.cancel(id)

@@ -1,4 +1,4 @@
-"""What KubeRay defines of a RayService (ray.io/v1), and Kubernetes of a Service, as far as jserve writes their fields:
+"""KubeRay's definition of a RayService (ray.io/v1) and Kubernetes' of a Service, as far as jserve writes their fields:
 names, types and which of them are required, as JSON Schema. A field that is not here is one that we do not write.
 """
 

@@ -21,7 +21,7 @@ from jserve.types import Lane, Sequence
 FIRST_GUESS = 128
 """Output tokens of a sequence where none has ended yet."""
 FADES = 0.9
-"""What an admission leaves of the weight of those before it in ``Demand.new_share``."""
+"""The weight of earlier admissions in ``Demand.new_share`` that each one leaves."""
 
 
 class Demand:
