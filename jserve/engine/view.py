@@ -20,6 +20,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     weights: str = ""
     """Names the weights that it computes with."""
     adapters: tuple[str, ...] = ()
+    slides: bool = False
+    """It may give back a page before those that follow it in a prompt, because layers have a sliding window."""
     n_taken: int = 0
     """Requests that it has read so far: what was sent later is not in these figures."""
     n_rows: int = 0

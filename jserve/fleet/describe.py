@@ -42,6 +42,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
     plain_s = seconds(n, 0, context)
     return View(
         weights=weights,
+        slides=bool(resources.cache.parts[0].window),
         n_taken=n_taken,
         n_rows=n + len(resources.waiting),
         wait_s={lane.value: _wait_s(scheduler, lane) for lane in Lane},
@@ -54,16 +55,27 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
 
 def _wait_s(scheduler: Scheduler, lane: Lane) -> float:
     """Until all is computed that goes before a newcomer of ``lane``: what is begun, and of each lane as much
-    as its weight gives it meanwhile."""
-    resources = scheduler.resources
-    waiting = resources.waiting
+    as its weight gives it meanwhile.
+
+    Prompts that wait count less what the cache has of them, and where slots or pages are what they wait for, all their
+    steps do. The time between the last ends would say how long those took that are gone: with prefixes that are found
+    by now, a multiple.
+    """
+    resources, demand = scheduler.resources, scheduler.demand
+    waiting, pace = resources.waiting, scheduler.gate.pace()
     own, weights = waiting.lanes[lane], waiting.weights
-    tokens = sum([max(0, seq.given - seq.scheduled) for seq in resources.running])
-    n = 0.0
+    begun = sum([max(0, seq.given - seq.scheduled) for seq in resources.running])
+    full = len(resources.running) >= resources.max_running
+    n = n_tokens = 0.0
     for name, other in waiting.lanes.items():
         if other.n:
             part = 1.0 if name == lane else own.n_tokens * weights[name] / weights[lane]
             part = part if name == lane else min(1.0, part / max(1, other.n_tokens))
-            n, tokens = n + part * other.n, tokens + part * other.n_tokens
-    free = max(0, resources.max_running - len(resources.running))
-    return scheduler.gate.pace().wait_s(n + (free == 0), tokens)
+            n, n_tokens = n + part * other.n, n_tokens + part * other.n_tokens
+    prefill_s = (begun + demand.new_share * n_tokens) * pace.step_s / pace.chunk
+    work_s = demand.waiting_s(n, n_tokens, lane)
+    if full:  # and one more has to end
+        given = sum([seq.given for seq in resources.running]) / len(resources.running)
+        each_s = work_s / n if n else pace.gap_s or demand.waiting_s(1.0, given, lane)
+        work_s += each_s
+    return max(prefill_s, work_s)

@@ -382,6 +382,7 @@ class FleetEngine(EngineFace):
         if found is not None:
             self._spawn(self._rollout.carry_out_verdict(found, self.members))
         self._placement.hedging.look(self._streams.values())
+        self._placement.rebalance()
         self._stop_surplus()
 
     def _look_at_health(self) -> None:

@@ -66,6 +66,10 @@ class Hedging:
     def __len__(self) -> int:
         return len(self._hedges)
 
+    def has(self, request_id: str) -> bool:
+        """Two replicas have this request."""
+        return request_id in self._hedges
+
     def placed(self, request: Request) -> None:
         """``request`` was handed to a replica for the first time."""
         if request.lane == Lane.INTERACTIVE:

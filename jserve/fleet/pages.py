@@ -2,14 +2,18 @@
 
 A page is known to be held by what the replica says (page events), and by what was sent to it: while a request is there,
 the pages of its prompt are, or will be as soon as they are computed.
+
+A replica that holds a page holds all before it, since leaves are evicted first. So the replicas that hold the first n
+pages of a prompt are fewer for a larger n, and where they become fewer is found by bisection. With a sliding window
+pages in the middle may go first; then every page is looked up.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
 
 from jserve.engine.view import DIGEST_BYTES, PageEvent
+from jserve.fleet.prompts import SentPrompts
 from jserve.kv.tiers import next_digest, root_digest
 
 
@@ -18,66 +22,88 @@ class PageIndex:
 
     def __init__(self) -> None:
         self._held: dict[bytes, int] = {}
-        self._sent: dict[bytes, int] = {}
-        self._counts: dict[int, dict[bytes, int]] = defaultdict(dict)
-        """Replica -> digest -> requests there that have the page."""
+        self._sent = SentPrompts()
+        self._slides = 0
+        """One bit for each replica that may hold a page and none before it."""
 
-    def update(self, replica: int, events: Iterable[PageEvent]) -> None:
-        """Take over what ``replica`` says of its pages."""
+    def update(self, replica: int, events: Iterable[PageEvent], *, slides: bool = False) -> None:
+        """Take over what ``replica`` says of its pages. ``slides``: it may have given back some before others that
+        follow them; otherwise whatever it holds after ``events`` are whole prefixes."""
         bit = 1 << replica
+        self._slides = self._slides | bit if slides else self._slides & ~bit
         for event in events:
             if event.added:
                 self._held[event.digest] = self._held.get(event.digest, 0) | bit
             else:
-                _clear(self._held, event.digest, bit)
+                self._clear(event.digest, bit)
 
-    def send(self, replica: int, digests: Iterable[bytes]) -> None:
+    def send(self, replica: int, digests: Seq[bytes]) -> None:
         """A request with these pages goes to ``replica``."""
-        counts, sent, bit = self._counts[replica], self._sent, 1 << replica
-        for digest in digests:
-            counts[digest] = counts.get(digest, 0) + 1
-            sent[digest] = sent.get(digest, 0) | bit
+        self._sent.add(replica, digests)
 
-    def over(self, replica: int, digests: Iterable[bytes]) -> None:
+    def over(self, replica: int, digests: Seq[bytes]) -> None:
         """A request with these pages, sent before, is over."""
-        counts = self._counts[replica]
-        for digest in digests:
-            left = counts.pop(digest) - 1
-            if left:
-                counts[digest] = left
-            else:
-                _clear(self._sent, digest, 1 << replica)
+        self._sent.remove(replica, digests)
 
     def forget(self, replica: int) -> None:
         """Whatever ``replica`` held is gone; what was sent to it stays until it is over."""
         for digest in [d for d, mask in self._held.items() if mask >> replica & 1]:
-            _clear(self._held, digest, 1 << replica)
+            self._clear(digest, 1 << replica)
 
     def known(self, digests: Seq[bytes], n: int) -> list[int]:
         """Pages of the longest prefix of ``digests`` that each of ``n`` replicas holds."""
-        found, alive = [len(digests)] * n, (1 << n) - 1
-        held, sent = self._held.get, self._sent.get
-        for i, digest in enumerate(digests):
-            here = (held(digest, 0) | sent(digest, 0)) & alive
-            gone, alive = alive ^ here, here
-            while gone:
-                low = gone & -gone
-                found[low.bit_length() - 1] = i
-                gone ^= low
-            if not alive:
-                break
+        found, sent = [0] * n, self._sent.shared(digests)
+        for n_pages, mask in self._held_prefixes(digests, (1 << n) - 1):
+            for i in _numbers(mask):
+                found[i] = n_pages
+        for n_pages, mask in sent:
+            for i in _numbers(mask):
+                found[i] = max(found[i], n_pages)
+        for i in _numbers(self._slides & (1 << n) - 1):
+            found[i] = self._one_by_one(digests, i, sent)
         return found
+
+    def _held_prefixes(self, digests: Seq[bytes], mask: int) -> Iterator[tuple[int, int]]:
+        """(n, mask) for each n > 0: of the replicas of ``mask``, those whose longest held prefix has n pages."""
+        held, parts = self._held.get, [(0, mask, len(digests) + 1, 0)]
+        while parts:  # those in ``at_low`` hold the first ``low`` pages, those in ``at_high`` the first ``high``
+            low, at_low, high, at_high = parts.pop()
+            while at_low != at_high:
+                if high - low == 1:
+                    if low:
+                        yield low, at_low & ~at_high
+                    break
+                middle = (low + high) // 2
+                here = held(digests[middle - 1], 0) & at_low
+                if here != at_high:
+                    parts.append((middle, here, high, at_high))
+                high, at_high = middle, here
+
+    def _one_by_one(self, digests: Seq[bytes], replica: int, sent: Seq[tuple[int, int]]) -> int:
+        """``known`` of a replica that may hold a page and none before it."""
+        at_least = max([n for n, mask in sent if mask >> replica & 1], default=0)
+        for i in range(at_least, len(digests)):
+            if not self._held.get(digests[i], 0) >> replica & 1:
+                return i
+        return len(digests)
+
+    def _clear(self, digest: bytes, bit: int) -> None:
+        left = self._held.get(digest, 0) & ~bit
+        if left:
+            self._held[digest] = left
+        else:
+            self._held.pop(digest, None)
 
     def __len__(self) -> int:
         return len(self._held)
 
 
-def _clear(masks: dict[bytes, int], digest: bytes, bit: int) -> None:
-    left = masks.get(digest, 0) & ~bit
-    if left:
-        masks[digest] = left
-    else:
-        masks.pop(digest, None)
+def _numbers(mask: int) -> Iterator[int]:
+    """Of the bits of ``mask``."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
 
 
 def digests_of(key: tuple, tokens: Seq[int], page_size: int) -> tuple[bytes, ...]:

@@ -18,6 +18,7 @@ from jserve.fleet.audit import Audits
 from jserve.fleet.commands import HandlePlaces
 from jserve.fleet.hedging import Hedging
 from jserve.fleet.member import Member
+from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
 from jserve.fleet.rollout import Rollout
 from jserve.fleet.route import Asked, ReplicaChoice
@@ -66,7 +67,7 @@ class RequestPlacement:
         self._rollout, self._roles, self._clock = rollout, roles, clock
         self.sent = SentRequests(router, rollout)
         self.prefills = RemotePrefills(clock)
-        self._budget = RetryBudget()
+        self._budget, self._rebalances = RetryBudget(), RetryBudget()
         self.hedging = Hedging(
             self.sent, self._choose_other, suspicion, share=hedge_share, clock=clock
         )
@@ -178,6 +179,7 @@ class RequestPlacement:
             self._suspicion.probed(sent.member.name, output.request_id, sent.ratio(now), now)
         if output.finish in (Finish.STOP, Finish.LENGTH):
             self._budget.earned()
+            self._rebalances.earned()
 
     def asks_another(self, stream: Stream, replica: Replica, refusal: Output) -> bool:
         """A refused request goes to another replica, if one is left that may have room: views are never new
@@ -189,16 +191,47 @@ class RequestPlacement:
         late = refusal.attempt != stream.attempt
         if late or any(stream.said) or left <= 0 or not self._budget.spend(1):
             return False
+        replica.streams.pop(refusal.request_id)
+        self._send_elsewhere(stream, sent, refusal.error or "refused")
+        return True
+
+    def rebalance(self) -> None:
+        """Requests that wait go where they cost less than the wait that is left (``fleet.rebalance``), as far as a
+        budget of moves allows."""
+        router = self.router
+        if not router.by_price:
+            return
+        waiting = waits_of(self.sent.waiting(), router.candidates)
+        for one in longest_waits([one for one in waiting if self._may_wait_elsewhere(one.id)]):
+            if goes_elsewhere(one, router.candidates, router.pages):
+                if not self._rebalances.spend(1):
+                    return
+                sent = self.sent.get(one.id)
+                assert sent is not None
+                stream = sent.member.streams.pop(one.id)
+                sent.member.cancel(one.id)
+                self._send_elsewhere(stream, sent, "another replica has less to do")
+
+    def _may_wait_elsewhere(self, request_id: str) -> bool:
+        sent = self.sent.get(request_id)
+        stream = None if sent is None else sent.member.streams.get(request_id)
+        if sent is None or stream is None or not stream.open or any(stream.said):
+            return False
+        if stream.attempt:
+            return False  # once is enough: views are never new enough to know
+        apart = self.prefills.has(request_id) or sent.asked.n_ready > 0
+        return not apart and not self.hedging.has(request_id) and stream.request.cache is None
+
+    def _send_elsewhere(self, stream: Stream, sent: Sent, why: str) -> None:
+        """``stream``, which its replica has no more, goes on at the cheapest other one."""
         candidate = self.router.candidates[sent.member.number]
         out, candidate.out = candidate.out, True
-        replica.streams.pop(refusal.request_id)
         stream.replica = None
         stream.excuse()
         self.n_moved += 1
-        self.park([stream], refusal.error or "refused")
+        self.park([stream], why)
         self.go_on()
         candidate.out = out
-        return True
 
     def over(self, stream: Stream) -> None:
         """Nobody waits for ``stream`` any more."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from jserve.errors import ConfigError
 from jserve.fleet.pages import PageIndex
-from jserve.fleet.route import PREFILL, Asked, Candidate, ReplicaChoice, price, route, serves
+from jserve.fleet.route import PREFILL, Asked, Candidate, ReplicaChoice, able_of, prices, route
 
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
@@ -63,11 +63,7 @@ def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Re
     Raises:
         NotReady: nobody answers it.
     """
-    helpers = [
-        i
-        for i, one in enumerate(candidates)
-        if one.role == PREFILL and not one.out and serves(one.view, asked)
-    ]
+    helpers = [i for i in able_of(asked, candidates) if candidates[i].role == PREFILL]
     if not helpers or not asked.pages:
         return None
     here = route(asked, candidates, pages)
@@ -75,11 +71,11 @@ def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Re
         return None
     known = pages.known(asked.pages, len(candidates))
     moved = replace(asked, n_ready=len(asked.pages) * asked.page_size)
-    after_s = price(moved, candidates[here.replica], known[here.replica]).cost_s
-    prompt = replace(asked, n_out=0)
-    prices = {i: price(prompt, candidates[i], known[i]) for i in helpers}
-    best = min(helpers, key=lambda i: (prices[i].cost_s, i))
-    first_s, cost_s, _ = prices[best]
+    [(_, after_s, _)] = prices(moved, candidates, known, [here.replica])
+    found = prices(replace(asked, n_out=0), candidates, known, helpers)
+    best, (first_s, cost_s, _) = min(
+        zip(helpers, found, strict=True), key=lambda one: (one[1][1], one[0])
+    )
     if cost_s + after_s >= here.cost_s:
         return None
     n_cached = known[best] * asked.page_size

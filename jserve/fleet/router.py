@@ -14,7 +14,7 @@ from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.roles import prefill_at
-from jserve.fleet.route import Asked, Candidate, ReplicaChoice, route, serves
+from jserve.fleet.route import Asked, Candidate, ReplicaChoice, able_of, route
 
 
 @dataclass(slots=True)
@@ -47,6 +47,9 @@ class ReplicaRouter:
         n: replicas at first, numbered from 0.
         policy: one of ``POLICIES``.
         seed: of policies that draw.
+
+    Attributes:
+        by_price: its choices are ``route``'s, so that requests which wait may be moved by the same prices.
     """
 
     def __init__(self, n: int = 0, policy: str = "seconds", seed: int = 0) -> None:
@@ -56,7 +59,7 @@ class ReplicaRouter:
         """Numbers of replicas that are gone for good."""
         for _ in range(n):
             self.join()
-        self._policy = POLICIES[policy]
+        self._policy, self.by_price = POLICIES[policy], policy == "seconds"
         self._rng, self.n_chosen = random.Random(seed), 0
 
     @property
@@ -80,7 +83,7 @@ class ReplicaRouter:
         one = self._replicas[replica]
         one.candidate.view = view
         one.settle()
-        self.pages.update(replica, events)
+        self.pages.update(replica, events, slides=view.slides)
 
     def lost(self, replica: int) -> None:
         """The engine of ``replica`` is gone, with its pages; the next one has read nothing."""
@@ -89,7 +92,7 @@ class ReplicaRouter:
 
     def takes(self, asked: Asked) -> bool:
         """Some replica may take ``asked``."""
-        return any([not one.out and serves(one.view, asked) for one in self.candidates])
+        return bool(able_of(asked, self.candidates))
 
     def choose(self, asked: Asked) -> ReplicaChoice:
         """The replica for ``asked``, which is taken to be sent there.
@@ -158,7 +161,7 @@ class ReplicaRouter:
 
     def _able(self, asked: Asked) -> list[int]:
         """Raises NotReady where there is none."""
-        able = [i for i, c in enumerate(self.candidates) if not c.out and serves(c.view, asked)]
+        able = able_of(asked, self.candidates)
         if not able:
             raise NotReady("no replica takes this request now", retry_after=5.0)
         return able

@@ -54,6 +54,11 @@ class SentRequests:
     def add(self, request_id: str, sent: Sent) -> None:
         self._sent[request_id] = sent
 
+    def waiting(self) -> list[tuple[str, Asked, int]]:
+        """(id, request, replica) of those that have told nothing, in the order in which they were sent."""
+        every = self._sent.items()
+        return [(id, one.asked, one.member.number) for id, one in every if one.first]
+
     def settle(self, request_id: str) -> Sent | None:
         """The replica of ``request_id`` has no more to do with it."""
         sent = self._sent.pop(request_id, None)

@@ -2,8 +2,9 @@
 
 The engine whose clock is behind steps next, so no arrival comes to one that is ahead of it. What a replica says of
 itself reaches the router at the end of a step, ``VIEW_S`` seconds apart and when it becomes idle, as it does live: a
-choice in the middle of a step knows nothing of it. With ``max_replicas`` others are started and
-stopped by the load (``fleet.autoscale``); unlike a live one, a replica that is stopped ends what it works on.
+choice in the middle of a step knows nothing of it. Requests that wait move as live ones do (``fleet.rebalance``). With
+``max_replicas`` others are started and stopped by the load (``fleet.autoscale``); unlike a live one, a replica that is
+stopped ends what it works on.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from jserve.fleet.asking import Asking
 from jserve.fleet.autoscale import Autoscaler, ReplicaLoad
 from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
+from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.route import Asked
 from jserve.fleet.router import POLICIES, ReplicaRouter
+from jserve.fleet.suspicion import RetryBudget
 from jserve.ports import RunnerLimits
 from jserve.sched.stats import SchedStats
 from jserve.sim.device import SimClock
@@ -37,7 +40,8 @@ from jserve.sim.simulate import (
 )
 from jserve.sim.trace import TraceItem, request_of
 
-VIEW_S = 0.05
+VIEW_S = LOOKS_S = 0.05
+"""Between two views of a replica, and between two looks for requests that had better wait elsewhere."""
 
 
 class _Said(NamedTuple):
@@ -50,6 +54,15 @@ class _Said(NamedTuple):
     """Requests, with the tokens that were drawn."""
     view: View | None
     pages: list[PageEvent]
+
+
+@dataclasses.dataclass(slots=True)
+class _SentItem:
+    """A request on its way."""
+
+    item: TraceItem
+    asked: Asked
+    to: _SimReplica
 
 
 class _SimReplica:
@@ -112,14 +125,17 @@ class FleetSimulation:
         self.ended: list[_SimReplica] = []
         self.samples: list[tuple[float, int, int, int, int]] = []
         self.autoscaler = Autoscaler()
+        self.n_moved = 0
+        """Times that a request was moved elsewhere."""
         self._starting: list[float] = []
         """Times at which those that were started will be ready."""
         self._next_sample = 0.0
         self._said: list[_Said] = []
         """A heap of the messages that the router has not heard yet."""
         self._n_said = 0
-        self._sent: dict[str, tuple[Asked, _SimReplica]] = {}
-        """By request id, what was asked and where it went."""
+        self._sent: dict[str, _SentItem] = {}
+        """By request id."""
+        self._rebalances, self._next_look = RetryBudget(), 0.0
         for _ in range(setup.replicas):
             self._join(self.clients.next_at or 0.0)
 
@@ -136,6 +152,7 @@ class FleetSimulation:
             if clients.next_at is not None and (behind is None or clients.next_at <= behind.now):
                 self._deliver(clients.next_at)
             elif behind is not None:
+                self._look(behind.now)
                 self._step(behind)
             else:
                 return self._result(began)
@@ -146,7 +163,7 @@ class FleetSimulation:
             if not hangs_up:
                 self._send(item, at)
             elif item.id in self._sent:
-                self._sent[item.id][1].simulation.engine.cancel(item.id, index)
+                self._sent[item.id].to.simulation.engine.cancel(item.id, index)
 
     def _send(self, item: TraceItem, at: float) -> None:
         for one in self.replicas.values():
@@ -159,9 +176,55 @@ class FleetSimulation:
             request = without_deadlines(request)
         asked = self._asking.of(request, self.page_size)
         chosen = self.replicas[self.router.choose(asked).replica]
-        self._sent[item.id] = (asked, chosen)
+        self._sent[item.id] = _SentItem(item, asked, chosen)
         chosen.n_sent += 1
         chosen.simulation.send(item, at)
+
+    def _look(self, now: float) -> None:
+        """Every ``LOOKS_S``, by what the router has heard; nothing that is sent before ``now`` comes later."""
+        if now >= self._next_look and self.router.by_price:
+            self._next_look = now + LOOKS_S
+            self._hear(now)
+            self._rebalance(now)
+
+    def _rebalance(self, now: float) -> None:
+        """As ``fleet.placement`` does: requests that wait go where they cost less than the wait that is left."""
+        sent = [
+            (id, one.asked, one.to.number)
+            for id, one in self._sent.items()
+            if not self._has_told(id, now) and not self.clients.records.open[id].attempt
+        ]
+        waiting = waits_of(sent, self.router.candidates)
+        for one in longest_waits(waiting):
+            if goes_elsewhere(one, self.router.candidates, self.router.pages):
+                if not self._rebalances.spend(1):
+                    return
+                self._move(self._sent[one.id], now)
+
+    def _has_told(self, id: str, now: float) -> bool:
+        record = self.clients.records.open.get(id)
+        return record is None or any([times and times[0] <= now for times in record.times])
+
+    def _move(self, sent: _SentItem, now: float) -> None:
+        """The request goes to the cheapest other replica."""
+        id, record = sent.item.id, self.clients.records.open[sent.item.id]
+        sent.to.simulation.engine.cancel(id)
+        self.router.over(sent.asked, sent.to.number)
+        candidate = self.router.candidates[sent.to.number]
+        out, candidate.out = candidate.out, True
+        sent.to = to = self.replicas[self.router.choose(sent.asked).replica]
+        candidate.out = out
+        self._sent[id] = self._sent.pop(id)  # behind those who are there
+        if not to.busy:
+            to.simulation.clock.now = max(to.now, now)
+        record.attempt, to.n_sent, self.n_moved = (
+            record.attempt + 1,
+            to.n_sent + 1,
+            self.n_moved + 1,
+        )
+        request = request_of(sent.item, self.clients.streams, record.at)
+        request = dataclasses.replace(request, attempt=record.attempt)
+        to.simulation.engine.submit(request if self.setup.deadlines else without_deadlines(request))
 
     def _step(self, one: _SimReplica) -> None:
         one.simulation.advance()
@@ -189,8 +252,9 @@ class FleetSimulation:
             said = heappop(self._said)
             for id, n_tokens in said.ended:
                 self._asking.learn(n_tokens)
-                asked, sent_to = self._sent.pop(id)
-                self.router.over(asked, sent_to.number)
+                sent = self._sent.pop(id)
+                self.router.over(sent.asked, sent.to.number)
+                self._rebalances.earned()
             if said.view is not None:
                 self.router.update(said.by.number, said.view, said.pages)
 

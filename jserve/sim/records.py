@@ -48,6 +48,8 @@ class Record:
     left: int
     """Choices without an end."""
     n_sent: int = 0
+    attempt: int = 0
+    """Times that it was moved to another engine; outputs of earlier attempts do not count."""
     n_cached: int = 0
     seq: Sequence | None = None
     finish: Finish | None = None

@@ -208,7 +208,9 @@ class Clients:
         """Write down what each output says, and send what follows from it."""
         records = self.records.open
         for output in outputs:
-            record = records[output.request_id]
+            record = records.get(output.request_id)
+            if record is None or output.attempt != record.attempt:
+                continue
             if output.token_ids:
                 record.times[output.index].append(now)
             if output.finish is not None:

@@ -292,6 +292,7 @@ async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
     async with World(2, max_waiting=1, max_num_seqs=1) as world:
         fleet = world.fleet
         monkeypatch.setattr(fleet, "_weigh", lambda member: None)
+        monkeypatch.setattr(fleet._placement, "rebalance", lambda: None)
         full, free = fleet.members
 
         async def begin(n: int) -> asyncio.Future:

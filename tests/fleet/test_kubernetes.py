@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -15,6 +17,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.fleet.kubernetes import Pods, objects, serve_config
 from jserve.fleet.start import fleet_engine
+from tests.fleet.ray_service_schema import RAY_SERVICE, SERVICE
 
 OPTIONS: dict[str, Any] = {
     "model": "/models/m",
@@ -121,6 +124,90 @@ def test_the_command_prints_both_objects_and_names_a_bad_option() -> None:
     kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
     assert kinds == ["RayService", "Service"]
     assert "i:1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"replicas": 1, "tensor_parallel_size": 1},
+        {"max_replicas": 5, "max_waiting": 7},
+        {"hedge_share": 0.02, "kv_events": "tcp://*:5557"},
+    ],
+    ids=["plain", "one", "scales", "options"],
+)
+@pytest.mark.parametrize("pods", [{}, {"gpus": 2, "cpus": 4, "memory": "9Gi", "name": "m"}])
+def test_both_objects_are_what_kuberay_and_kubernetes_define(options: Any, pods: Any) -> None:
+    text = yaml.safe_dump_all(objects(config(**options), Pods(**pods)))
+    ray_service, service = yaml.safe_load_all(text)
+    jsonschema.validate(ray_service, RAY_SERVICE)
+    jsonschema.validate(service, SERVICE)
+
+
+def test_names_that_refer_to_one_another_exist() -> None:
+    """Mounts name volumes, and names are given once: what a schema cannot say."""
+    ray_service, service = found(config())
+    cluster = ray_service["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for spec in [one["template"]["spec"] for one in groups]:
+        volumes = [one["name"] for one in spec["volumes"]]
+        names = [one["name"] for one in spec["containers"]]
+        assert len({*volumes}) == len(volumes)
+        assert len({*names}) == len(names)
+        mounts = {m["name"] for one in spec["containers"] for m in one["volumeMounts"]}
+        assert mounts <= {*volumes}
+    names = [one["groupName"] for one in cluster["workerGroupSpecs"]]
+    assert len({*names}) == len(names)
+    [port] = service["spec"]["ports"]
+    assert port["targetPort"] in [one["containerPort"] for one in front(ray_service)["ports"]]
+
+
+def _damaged(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(where, copy) with one thing wrong: a field that nobody knows, a value of another type."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            for where, damaged in _damaged(value, f"{path}/{key}"):
+                yield where, document | {key: damaged}
+        if path.rsplit("/", 1)[-1] not in FREE:
+            yield f"{path}/more", document | {"more": 1}
+    elif isinstance(document, list):
+        for i, value in enumerate(document):
+            for where, damaged in _damaged(value, f"{path}/{i}"):
+                yield where, [*document[:i], damaged, *document[i + 1 :]]
+    else:
+        yield path, {"not": "that"}
+
+
+FREE = {"rayStartParams", "requests", "limits", "labels", "selector"}
+"""Fields whose keys are anybody's."""
+
+
+def test_each_field_that_is_written_is_checked() -> None:
+    ray_service, service = found(config(max_replicas=5), gpus=2)
+    n = 0
+    for document, schema in ((ray_service, RAY_SERVICE), (service, SERVICE)):
+        check = jsonschema.Draft202012Validator(schema)
+        for where, damaged in _damaged(document):
+            assert not check.is_valid(damaged), where
+            n += 1
+    assert n > 100
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["spec/rayClusterConfig", "spec/rayClusterConfig/headGroupSpec", "metadata/name"]
+    + [f"spec/rayClusterConfig/workerGroupSpecs/0/{name}" for name in ("groupName", "minReplicas")]
+    + ["spec/rayClusterConfig/workerGroupSpecs/1/template/spec/containers"],
+)
+def test_a_required_field_that_is_missing_is_an_error(path: str) -> None:
+    ray_service = copy.deepcopy(found(config())[0])
+    *above, last = path.split("/")
+    at: Any = ray_service
+    for name in above:
+        at = at[int(name) if isinstance(at, list) else name]
+    del at[last]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(ray_service, RAY_SERVICE)
 
 
 @pytest.mark.ray

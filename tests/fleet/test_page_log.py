@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
+from jserve.config import EngineConfig
+from jserve.engine.view import PageEvent
+from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
 from jserve.fleet.pages import PageIndex, digests_of
+from jserve.fleet.router import ReplicaRouter
 from jserve.kv.radix import Node
 from jserve.kv.tiers import digest_of
 from jserve.sched.cache.retention import root_of
+from jserve.sched.scheduler import Scheduler
+from jserve.sim.costs import Device
+from jserve.sim.simulate import Setup, limits_of
+from tests.fleet.test_same_choice import Costs
 from tests.sched.sched_drive import Drive, limits, request
 
 
@@ -49,3 +58,21 @@ def test_events_are_given_once():
     assert [(e.added, e.digest) for e in log.take()] == [(True, name), (False, name)]
     assert log.take() == []
     assert log.n_taken == 2
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_with_a_window_pages_in_the_middle_may_be_gone(window):
+    """The view says so, and then the router looks up every page."""
+    device = Device(name="x", costs=Costs(), n_pages=40, max_model_len=256, host_s=0.0)
+    setup = Setup(
+        config=EngineConfig.of(page_size=16, max_num_seqs=4),
+        device=dataclasses.replace(device, window=window),
+    )
+    view = view_of(Scheduler(limits_of(setup), setup.config), 0)
+    assert view.slides == (window > 0)
+    router, names = ReplicaRouter(1), (b"1", b"2", b"3")
+    router.update(0, view, [PageEvent(True, name) for name in names])
+    assert router.pages.known(names, 1) == [3]
+    if window:
+        router.update(0, view, [PageEvent(False, b"2")])
+        assert router.pages.known(names, 1) == [1]

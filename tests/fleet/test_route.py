@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 
 import msgspec
@@ -12,8 +13,9 @@ from hypothesis import given, strategies as st
 from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex, digests_of
-from jserve.fleet.route import SLACK, Asked, Candidate, route
+from jserve.fleet.route import PREFILL, SLACK, Asked, Candidate, route
 from jserve.fleet.router import POLICIES, ReplicaRouter
+from tests.fleet.direct import PlainPages, direct_route
 
 PAGE = 16
 PAGES = tuple(bytes([i]) * 8 for i in range(8))
@@ -28,6 +30,7 @@ views = st.builds(
     wait_s=st.fixed_dictionaries({"standard": seconds}),
     prefill_token_s=st.floats(1e-6, 1e-2),
     row_s=st.floats(0.0, 1e-3),
+    page_s=st.floats(0.0, 1e-3),
 )
 candidates = st.lists(
     st.builds(
@@ -218,28 +221,121 @@ def test_every_policy_leaves_out_who_takes_nothing(policy):
     assert {router.choose(asked()).replica for _ in range(40)} <= {1, 3}
 
 
-@given(st.integers(0, 2**32))
-def test_the_index_knows_what_a_plain_account_knows(seed):
-    rng = random.Random(seed)
-    pages, holds = PageIndex(), [set() for _ in range(3)]
-    sent: list[tuple[int, tuple[bytes, ...]]] = []
-    for _ in range(60):
-        r, d = rng.randrange(3), rng.choice(PAGES)
-        match rng.randrange(5):
+PROMPTS = [
+    tuple(
+        hashlib.blake2b(path[:n].encode(), digest_size=8).digest() for n in range(1, len(path) + 1)
+    )
+    for path in ("aaaaaaaaaaaa", "aaaaaaabbbbb", "aaaaaaabbccc", "aac", "dddddddd", "ddde", "f")
+]
+"""Digests of prompts that part at several places; the digest of a page names all before it."""
+
+
+class Replayed:
+    """The same history in the index and in its plain form."""
+
+    def __init__(self, rng: random.Random, n: int, slides: bool) -> None:
+        self.rng, self.n, self.slides = rng, n, slides
+        self.pages, self.plain = PageIndex(), PlainPages(n)
+        self.sent: list[tuple[int, tuple[bytes, ...]]] = []
+
+    def step(self) -> None:
+        rng, replica = self.rng, self.rng.randrange(self.n)
+        match rng.randrange(6):
             case 0 | 1:
-                pages.update(r, [PageEvent(True, d)])
-                holds[r].add(d)
+                self._say(replica, [PageEvent(True, d) for d in self._any_prefix()])
             case 2:
-                pages.update(r, [PageEvent(False, d)])
-                holds[r].discard(d)
-            case 3:
-                sent.append((r, PAGES[: rng.randrange(9)]))
-                pages.send(*sent[-1])
-            case 4 if sent:
-                pages.over(*sent.pop(rng.randrange(len(sent))))
-    there = [holds[r] | {d for q, own in sent if q == r for d in own} for r in range(3)]
-    wanted = [next((i for i, d in enumerate(PAGES) if d not in own), 8) for own in there]
-    assert pages.known(PAGES, 3) == wanted
+                self._evict(replica)
+            case 3 | 4 if len(self.sent) < 12:
+                self.sent.append((replica, self._any_prefix()))
+                self.pages.send(*self.sent[-1])
+                self.plain.send(*self.sent[-1])
+            case 5 if not rng.randrange(10):
+                self.pages.forget(replica)
+                self.plain.forget(replica)
+            case _ if self.sent:
+                one = self.sent.pop(rng.randrange(len(self.sent)))
+                self.pages.over(*one)
+                self.plain.over(*one)
+
+    def _any_prefix(self) -> tuple[bytes, ...]:
+        prompt = self.rng.choice(PROMPTS)
+        return prompt[: self.rng.randrange(len(prompt) + 1)]
+
+    def _evict(self, replica: int) -> None:
+        """Some leaves, or with a window any pages."""
+        for _ in range(self.rng.randrange(4)):
+            held = self.plain.held[replica]
+            above = {p[i] for p in PROMPTS for i in range(len(p) - 1) if p[i + 1] in held}
+            free = sorted(held if self.slides else held - above)
+            if free:
+                self._say(replica, [PageEvent(False, self.rng.choice(free))])
+
+    def _say(self, replica: int, events: list[PageEvent]) -> None:
+        self.pages.update(replica, events, slides=self.slides)
+        self.plain.update(replica, events)
+
+
+@pytest.mark.parametrize("slides", [False, True])
+@given(st.integers(0, 2**32))
+def test_the_index_knows_what_a_plain_account_knows(slides, seed):
+    both = Replayed(random.Random(seed), 3, slides)
+    for _ in range(60):
+        both.step()
+        for prompt in PROMPTS:
+            assert both.pages.known(prompt, 3) == both.plain.known(prompt, 3)
+    for one in both.sent:
+        both.pages.over(*one)
+    assert not both.pages._sent._root.below, "nothing is kept of prompts that are over"
+    assert {*both.pages._held} == set().union(*both.plain.held)
+
+
+fleets = st.lists(
+    st.builds(
+        Candidate,
+        view=views,
+        n_sent=st.integers(0, 4),
+        sent_s=seconds,
+        suspicion=st.sampled_from([1.0, 1.0, 1.7, 3.1]),
+        out=st.sampled_from([False, False, False, True]),
+        role=st.sampled_from(["", "", PREFILL]),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(
+    fleets,
+    st.integers(0, 2**32),
+    st.sampled_from([None, None, "a", "c"]),
+    st.sampled_from([None, None, "y"]),
+    st.sampled_from([None, 0.0, 0.5, 5.0]),
+    st.sampled_from([0, 48, 144]),
+)
+def test_the_choice_is_that_of_the_plain_form_bit_for_bit(
+    candidates, seed, weights, adapter, ttft_s, n_ready
+):
+    both = Replayed(random.Random(seed), len(candidates), slides=False)
+    for _ in range(40):
+        both.step()
+    terms = {"weights": weights, "adapter": adapter, "ttft_s": ttft_s}
+    for prompt in PROMPTS:
+        n, ready = len(prompt) * PAGE, min(n_ready, len(prompt) * PAGE)
+        one = asked(pages=prompt, n_prompt=n + 7, n_ready=ready, **terms)
+        known = both.plain.known(prompt, len(candidates))
+        wanted = direct_route(one, candidates, known)
+        if wanted is None:
+            with pytest.raises(NotReady):
+                route(one, candidates, both.pages)
+        else:
+            assert route(one, candidates, both.pages) == wanted
+
+
+def test_a_prompt_that_was_not_sent_cannot_be_over():
+    pages = PageIndex()
+    pages.send(0, PROMPTS[0])
+    with pytest.raises(KeyError):
+        pages.over(1, PROMPTS[0])
 
 
 def test_names_of_pages_depend_on_the_root_and_all_tokens_before():

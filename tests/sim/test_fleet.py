@@ -65,8 +65,7 @@ def test_a_cancel_goes_where_the_request_is():
 
 
 def test_by_seconds_prefixes_are_found_again_as_in_one_large_cache():
-    """Each replica holds a fourth of all prefixes; chance finds one in four of them. Steps of half a second and more,
-    of which nobody knows before their end, cost some."""
+    """Each replica holds a fourth of all prefixes; chance finds one in four of them."""
     few = {"n_pages": 8 * 19 + 60}
     hits, ttft = Counter(), Counter()
     for seed in range(1, 4):
@@ -77,7 +76,7 @@ def test_by_seconds_prefixes_are_found_again_as_in_one_large_cache():
             found = report(fleet(trace, 4, router, **few))
             hits[router] += found["cache"]["hit_tokens"]
             ttft[router] += found["lanes"]["all"]["ttft_ms"]["p90"]
-    assert hits["seconds"] >= 0.93 * hits["large"]
+    assert hits["seconds"] >= 0.95 * hits["large"]
     assert hits["random"] <= 0.8 * hits["large"]
     assert ttft["seconds"] < 0.7 * ttft["random"]
 
@@ -119,7 +118,7 @@ def test_the_number_follows_the_load_and_nothing_is_lost():
     assert {d.error for d in run.records.done} == {None}
     assert not run.records.open
     assert report(run)["replicas"]["n"] >= 4, "so many ran at one time or another"
-    assert report(run)["replicas"]["mean"] < 0.6 * report(many)["replicas"]["mean"]
+    assert report(run)["replicas"]["mean"] < 0.7 * report(many)["replicas"]["mean"]
     p90 = {name: ttft(one) for name, one in (("run", run), ("few", few), ("many", many))}
     assert p90["many"] < p90["run"] < 0.2 * p90["few"]
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from jserve.ports import StepCosts
 from jserve.sched.admission.forecast import Lengths
-from jserve.types import Sequence
+from jserve.types import Lane, Sequence
 
 FIRST_GUESS = 128
 """Output tokens of a sequence where none has ended yet."""
+FADES = 0.9
+"""The weight of earlier admissions in ``Demand.new_share`` that each one leaves."""
 
 
 class Demand:
@@ -45,6 +47,8 @@ class Demand:
         self.offered_s = self.saved_s = 0.0
         self._counted: dict[tuple[str, int], tuple[int, int, float]] = {}
         """(tokens at admission, new ones of them, seconds counted) of those that have not ended."""
+        self._n_new = self._n_known = 0.0
+        """Tokens of the sequences admitted of late, those to compute and all; ``FADES`` with each one."""
         self._too_much_s = 0.0
         """Counted for answers that ended early; comes off what follows."""
 
@@ -55,6 +59,8 @@ class Demand:
         n_out = self._lengths.expected(seq.request.lane, seq.max_len - n_known, FIRST_GUESS)
         seconds = self.price(n_known - n_cached, n_out, n_known + n_out)
         self._counted[seq.request.id, seq.index] = n_known, n_known - n_cached, seconds
+        self._n_new = FADES * self._n_new + n_known - n_cached
+        self._n_known = FADES * self._n_known + n_known
         self._count(seconds)
         if n_cached:
             self.saved_s += max(0.0, self.price(n_known, n_out, n_known + n_out) - seconds)
@@ -69,6 +75,20 @@ class Demand:
         owed = seconds - self._too_much_s
         self.offered_s += max(0.0, owed)
         self._too_much_s = max(0.0, -owed)
+
+    @property
+    def new_share(self) -> float:
+        """Of the tokens of sequences admitted of late, those that had to be computed; 1.0 before the first."""
+        return self._n_new / self._n_known if self._n_known else 1.0
+
+    def waiting_s(self, n: float, n_tokens: float, lane: Lane) -> float:
+        """Device seconds of ``n`` sequences of ``lane`` that wait with ``n_tokens`` in all, of which the cache is taken
+        to have as large a part as of late."""
+        if not n:
+            return 0.0
+        n_known = round(n_tokens / n)
+        n_out = self._lengths.expected(lane, self._kv_tokens, FIRST_GUESS)
+        return n * self.price(round(n_known * self.new_share), n_out, n_known + n_out)
 
     def price(self, n_new: int, n_out: int, n_context: int) -> float:
         """Device seconds of a sequence, the longest of whose steps reads ``n_context`` tokens."""
