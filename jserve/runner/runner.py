@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from jserve.runner.sizes import sizes_of, step_model
 from jserve.runner.spill import Spill, open_spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
-from jserve.runner.weights import WeightUpdate, delete_leaves, own_copy, to_devices, to_host
+from jserve.runner.weights import Leaf, WeightUpdate, delete_leaves, own_copy, to_devices, to_host
 from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
@@ -87,6 +87,7 @@ class ModelRunner:
         strict: a compile after start raises instead of warning.
         progress: called with (stage, done, total) while starting.
         files: compiled programs of earlier starts; those of this one are added.
+        trained: layouts of the arrays that ``params`` are a copy of, by parameter: updates from such compile nothing.
         clock: monotonic seconds.
 
     Raises:
@@ -109,6 +110,7 @@ class ModelRunner:
         strict: bool = False,
         progress: Progress | None = None,
         files: ProgramFiles | None = None,
+        trained: Mapping[str, Leaf] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         rules = rules or ShardRules()
@@ -152,7 +154,7 @@ class ModelRunner:
             options=options,
             compiler=compiler,
         )
-        self._overwrite = WeightUpdate(self.model, options, compiler)
+        self._overwrite = WeightUpdate(self.model, options, compiler, trained=trained)
         self._experts = (
             ExpertBalancer(self.model, config.device, compiler) if self.model.experts else None
         )
