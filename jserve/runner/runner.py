@@ -487,16 +487,25 @@ class ModelRunner:
         """Seconds of a step of made-up rows, from its launch until it is done; not from the end of the launch, after
         which the host may be held up until nothing is left to wait for. Slots and pages of others stay as they
         are, and nothing is remembered of what slots hold."""
+        batch = self._made_up(bucket, params)
+        with working_on(step_name(batch.bucket)):
+            began = self._clock()
+            self._wait(self._run(batch))
+        return self._clock() - began
+
+    def _made_up(self, bucket: Bucket, params: SamplingParams) -> StepBatch:
         plan = rehearsal(bucket, self.sizes.dims, params)
         bucket = bucket if bucket in self.programs.buckets else self.ladder.choose(Needs.of(plan))
         batch = self._packer.pack(plan, bucket)
         views = numpy_views(batch.buf, self.model.fields(bucket))
         views["slot_R"][...] = self.sizes.dims.C
-        with working_on(step_name(bucket)):
-            began = self._clock()
-            self._wait(self._run(batch))
         self._packer.forget()
-        return self._clock() - began
+        return batch
+
+    def made_up(self, bucket: Bucket) -> tuple[Any, DeviceState, np.ndarray]:
+        """(parameters, state, buffer) of a step of greedy rows that fill ``bucket``, as its program takes them. Who
+        donates the state puts another in its place."""
+        return self._all_params(), self.state, self._made_up(bucket, GREEDY).buf
 
     def _get_ready(self, progress: Progress) -> None:
         """Run every program, tell the limits how long that took, and allow no compile any more."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,9 +109,13 @@ MIB = 1 << 20
 """Sixteen times what a matrix of ``Small`` has in float32: no size that a file only states is allocated."""
 
 
-def survives(do: Any, most: int = 0) -> None:
-    """Runs to the end or to one of our errors, which has one line and names a field. In at most ``most`` bytes of
-    memory, where that is not 0."""
+Ends = Counter[str]
+"""How many inputs "ran" to their end, and how many were "refused"."""
+
+
+def survives(do: Any, most: int = 0) -> str:
+    """Runs to the end or to one of our errors, which has one line and names a field; says which. In at most ``most``
+    bytes of memory, where that is not 0."""
     error = None
     if most:
         tracemalloc.start()
@@ -123,9 +128,12 @@ def survives(do: Any, most: int = 0) -> None:
         tracemalloc.stop()
     assert error is None or (error.field and "\n" not in error.message)
     assert not most or peak < most, peak
+    return "refused" if error else "ran"
 
 
-def fuzz_configs(path: Path, n: int) -> None:
+def fuzz_configs(path: Path, n: int) -> Ends:
+    ends = Ends()
+
     @settings(max_examples=n, **QUIET)  # type: ignore[arg-type]
     @given(st.data())
     def run(data: st.DataObject) -> None:
@@ -134,7 +142,7 @@ def fuzz_configs(path: Path, n: int) -> None:
         for _ in range(data.draw(st.integers(1, 2))):
             at = data.draw(st.sampled_from(places(config) or [("quant_method",)]))
             config = replaced(config, at, data.draw(st.just(DROPPED) | JSON))
-        survives(lambda: SMALL.read(path, name, config, SMALL.made[name]), MIB)
+        ends[survives(lambda: SMALL.read(path, name, config, SMALL.made[name]), MIB)] += 1
 
         def specs() -> None:
             family = family_for(CONFIG)
@@ -145,6 +153,7 @@ def fuzz_configs(path: Path, n: int) -> None:
         survives(specs)
 
     run()
+    return ends
 
 
 PIECES = st.sampled_from(
@@ -189,7 +198,9 @@ def with_patterns(patterns: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def fuzz_patterns(path: Path, n: int) -> None:
+def fuzz_patterns(path: Path, n: int) -> Ends:
+    ends = Ends()
+
     @settings(max_examples=n, **QUIET)  # type: ignore[arg-type]
     @given(st.data())
     def run(data: st.DataObject) -> None:
@@ -205,16 +216,19 @@ def fuzz_patterns(path: Path, n: int) -> None:
                 scheme.form_of(name, 64)
 
         with within(SECONDS):
-            survives(asked)
+            ends[survives(asked)] += 1
 
     run()
+    return ends
 
 
 SHAPES = st.lists(st.integers(0, 70), max_size=3).map(tuple)
 KINDS = st.sampled_from([np.int8, np.int32, np.uint8, np.float32, np.float16, np.int64])
 
 
-def fuzz_tensors(path: Path, n: int) -> None:
+def fuzz_tensors(path: Path, n: int) -> Ends:
+    ends = Ends()
+
     @settings(max_examples=n, **QUIET)  # type: ignore[arg-type]
     @given(st.data())
     def run(data: st.DataObject) -> None:
@@ -232,9 +246,12 @@ def fuzz_tensors(path: Path, n: int) -> None:
             for _ in range(3):
                 raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
             tensors[ending] = raw.view(x.dtype).reshape(x.shape)
-        survives(lambda: SMALL.read(path, name, dict(FORMATS[name].config), tensors), MIB)
+        ends[
+            survives(lambda: SMALL.read(path, name, dict(FORMATS[name].config), tensors), MIB)
+        ] += 1
 
     run()
+    return ends
 
 
 TOKENS = {
@@ -254,7 +271,8 @@ HEADER_VALUES = (
 )
 
 
-def fuzz_gguf(path: Path, n: int) -> None:
+def fuzz_gguf(path: Path, n: int) -> Ends:
+    ends = Ends()
     model = Gguf(path, "llama", GGUF_CONFIG | {"num_hidden_layers": 2}, MIXED, **TOKENS)
     whole = model.path.read_bytes()
     header = whole.index(b"output.weight") + 64
@@ -283,9 +301,10 @@ def fuzz_gguf(path: Path, n: int) -> None:
             key = data.draw(st.sampled_from(sorted(model.metadata)))
             value = data.draw(HEADER_VALUES)
             target.write_bytes(gguf(model.metadata | {key: value}, model.tensors))
-        survives(used, 8 * MIB)
+        ends[survives(used, 8 * MIB)] += 1
 
     run()
+    return ends
 
 
 FUZZERS = {
@@ -298,10 +317,15 @@ FUZZERS = {
 
 @pytest.mark.parametrize("name", FUZZERS)
 def test_anything_ends_in_our_errors(tmp_path: Path, name: str) -> None:
-    FUZZERS[name](tmp_path, 25)
+    ends = FUZZERS[name](tmp_path, 25)
+    assert ends.total() >= 25, "every input was tried"
+    assert ends["refused"] > 0, "some are wrong"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUZZERS)
 def test_anything_ends_in_our_errors_for_long(tmp_path: Path, name: str) -> None:
-    FUZZERS[name](tmp_path, 300 if name == "gguf" else 1000)
+    n = 300 if name == "gguf" else 1000
+    ends = FUZZERS[name](tmp_path, n)
+    assert ends.total() >= n
+    assert min(ends["refused"], ends["ran"]) > n // 50, "some are wrong and some are not"
