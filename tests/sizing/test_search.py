@@ -74,7 +74,7 @@ SPACES = {
     "both": {"ttft_ms": 40.0, "tpot_ms": 6.0, "load": "rate=60,n=60,prompt=512,output=24"},
     "none serves": {"ttft_ms": 12.0},
     "experts": {"name": "qwen3-30b-a3b", "tpot_ms": 6.0, "n": 2},
-    "deadlines of its own": {"load": "rate=60,n=60,prompt=512,output=24,ttft_deadline_ms=60"},
+    "deadlines of its own": {"load": "rate=60,n=60,prompt=512,output=24,ttft_ms=60"},
 }
 
 
