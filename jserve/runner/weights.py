@@ -75,7 +75,8 @@ class WeightUpdate:
         leaves: list[Leaf] = jax.tree.leaves(own)
         given: list[Leaf] = jax.tree.leaves(abstract(self._specs, *at))
         in_float32 = [_as(leaf, np.float32) for leaf in given]
-        layouts = [(given, None)] if in_float32 == given else [(given, None), (in_float32, None)]
+        layouts: list[tuple[list[Leaf], Any]] = [(given, None)]
+        layouts += [(in_float32, None)] if in_float32 != given else []
         names = [name for name, _ in named(self._specs)]
         started = [
             _started(leaf, (trained or {}).get(n)) for n, leaf in zip(names, given, strict=True)

@@ -53,8 +53,10 @@ class Stuck(JserveError):
 class Watch(Protocol):
     """Sees what clients see, and may end a simulation whose outcome is certain."""
 
-    enough: bool
-    """True: the simulation ends where it is."""
+    @property
+    def enough(self) -> bool:
+        """True: the simulation ends where it is."""
+        ...
 
     def token(self, record: Record) -> None:
         """Tokens of a request came."""
