@@ -41,8 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def digests(llm: LLM) -> dict[str, str]:
     """Of the text that each program without features is lowered to."""
-    runner: Any = llm._engine.runner
-    model = runner.model
+    engine: Any = llm._engine
+    runner, model = engine.runner, engine.runner.model
     found = {}
     for bucket in (b for b in runner.ladder.buckets if not b.features):
         buf = jax.ShapeDtypeStruct((buffer_size(model.fields(bucket)),), jnp.int32)
@@ -68,7 +68,7 @@ def step_ms(llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: s
 
 
 def measure(n_rows: int, turns: int, n_tokens: int) -> dict[str, Any]:
-    options = OPTIONS | {"max_num_seqs": n_rows}
+    options: dict[str, Any] = OPTIONS | {"max_num_seqs": n_rows}
     with LLM(str(build.shipped()), **options) as without:
         before = digests(without)
         register_feature(tap("bench_whole", POINT))

@@ -208,7 +208,7 @@ def _simulated(
 
 
 def _per_m_tokens(row: Row, hour_usd: float) -> dict[str, float | None]:
-    """What a million output tokens take of devices that serve as they were simulated to, and cost."""
+    """The device-hours of a million output tokens, served as was simulated, and what these cost."""
     if not (per_s := row["simulated"]["output_tok_s"]):
         return {"device_hours_per_m_tokens": None, "usd_per_m_tokens": None}
     hours = row["devices"] * 1e6 / per_s / 3600
