@@ -119,13 +119,15 @@ def search(
     """Every layout of ``name`` over up to ``n_devices`` devices of a kind, under ``trace``.
 
     Raises:
-        ConfigError: an unknown device, or one without memory of its own, a number of devices out of range, a model that
-            cannot be read, a layout stated beside the search; ``field`` is the option.
+        ConfigError: an unknown device, or one without memory of its own, a load of no requests, a number of devices out
+            of range, a model that cannot be read, a layout stated beside the search; ``field`` is the option.
     """
     chip = CHIPS.get(device)
     if chip is None or not chip.memory:
         known = ", ".join(name for name, chip in CHIPS.items() if chip.memory)
         raise ConfigError(f"device must be one of {known}, not {device!r}", field="device")
+    if not trace:
+        raise ConfigError("search: the load has no requests", field="search")
     if not 1 <= n_devices <= MOST_DEVICES:
         raise ConfigError(f"devices must be in [1, {MOST_DEVICES}]", field="devices")
     for option in ("tensor_parallel_size", "expert_parallel_size", "sharding"):

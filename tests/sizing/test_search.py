@@ -127,6 +127,12 @@ def test_a_model_that_does_not_fit_on_one_says_so() -> None:
     assert found.why_not(next(c for c in found.candidates if c.refused)) in refused.values()
 
 
+def test_a_load_without_requests_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        search("llama-3.1-8b", "h200", 2, [], Slo(), EngineConfig(), lambda *_: None)
+    assert caught.value.field == "search"
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
