@@ -3,17 +3,14 @@
 python examples/own_equinox.py   # needs equinox
 """
 
-import json
-import tempfile
-from pathlib import Path
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from own_check import check
 
-import jserve
-from jserve import SamplingParams, family_of, register_family
-from jserve.build import shipped
+from jserve import family_of, register_family
 
 V, D, N, H, CONTEXT = 2048, 64, 4, 16, 256
 WINDOWS = (8, 0, 8)
@@ -77,14 +74,6 @@ def following(model: Transformer, tok_T: jax.Array) -> jax.Array:
     return model.logits(model(tok_T, jnp.arange(len(tok_T)), causal)).argmax(axis=-1)
 
 
-def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:
-    """The module's own loop: all anew for each token, in a text that is filled up."""
-    for _ in range(n):
-        rest = [0] * (CONTEXT - len(ids))
-        ids = [*ids, int(following(model, jnp.array([*ids, *rest]))[len(ids) - 1])]
-    return ids[-n:]
-
-
 def register(model: Transformer) -> list[jax.Array]:
     """All that serving it takes; the parameters, as the engine is given them."""
     arrays, static = eqx.partition(model, eqx.is_array)
@@ -113,16 +102,7 @@ def register(model: Transformer) -> list[jax.Array]:
 def main() -> None:
     model = Transformer(jax.random.key(0))
     params = register(model)
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps({"architectures": ["Equinox"]}))
-        options = {"tokenizer": str(shipped()), "dtype": "float32", "max_num_seqs": 4}
-        with jserve.LLM(directory, params=params, **options) as llm:
-            asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-            outs = llm.generate(["One, two, three,", "The sky is"], asked, use_tqdm=False)
-    for out in outs:
-        tokens = list(out.outputs[0].token_ids)
-        assert tokens == greedy(model, out.prompt_token_ids, 24)
-        print(len(tokens), "tokens are those of the module's own loop:", tokens[:8], "...")
+    check("Equinox", params, partial(following, model), CONTEXT)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,15 @@
 python examples/own_linen.py
 """
 
-import json
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from own_check import check
 
-import jserve
-from jserve import SamplingParams, family_of, register_family
-from jserve.build import shipped
+from jserve import family_of, register_family
 
 V, D, L, N, K, H, CONTEXT = 2048, 64, 3, 4, 2, 16, 256
 
@@ -73,14 +70,6 @@ def following(params, tok_T: jax.Array) -> jax.Array:
     return logits_TV.argmax(axis=-1)
 
 
-def greedy(params, ids: list[int], n: int) -> list[int]:
-    """The module's own loop: all anew for each token, in a text that is filled up."""
-    for _ in range(n):
-        rest = [0] * (CONTEXT - len(ids))
-        ids = [*ids, int(following(params, jnp.array([*ids, *rest]))[len(ids) - 1])]
-    return ids[-n:]
-
-
 def register(params) -> None:
     """All that serving it takes."""
     register_family(
@@ -103,16 +92,7 @@ def main() -> None:
     tok_T = jnp.arange(8)
     params = Transformer().init(jax.random.key(0), tok_T, tok_T, causal)["params"]
     register(params)
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps({"architectures": ["Linen"]}))
-        options = {"tokenizer": str(shipped()), "dtype": "float32", "max_num_seqs": 4}
-        with jserve.LLM(directory, params=params, **options) as llm:
-            asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-            outs = llm.generate(["One, two, three,", "The sky is"], asked, use_tqdm=False)
-    for out in outs:
-        tokens = list(out.outputs[0].token_ids)
-        assert tokens == greedy(params, out.prompt_token_ids, 24)
-        print(len(tokens), "tokens are those of the module's own loop:", tokens[:8], "...")
+    check("Linen", params, partial(following, params), CONTEXT)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,14 @@
 python examples/own_module.py
 """
 
-import json
-import tempfile
-from pathlib import Path
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from own_check import check
 
-import jserve
-from jserve import SamplingParams, family_of, register_family
-from jserve.build import shipped
+from jserve import family_of, register_family
 
 V, D, L, N, H, CONTEXT = 2048, 64, 3, 4, 16, 256
 
@@ -59,14 +56,6 @@ def following(model: Transformer, tok_T: jax.Array) -> jax.Array:
     return model.tokens.attend(model(tok_T, jnp.arange(len(tok_T)), causal)).argmax(axis=-1)
 
 
-def greedy(model: Transformer, ids: list[int], n: int) -> list[int]:
-    """The module's own loop: all anew for each token, in a text that is filled up."""
-    for _ in range(n):
-        rest = [0] * (CONTEXT - len(ids))
-        ids = [*ids, int(following(model, jnp.array([*ids, *rest]))[len(ids) - 1])]
-    return ids[-n:]
-
-
 def register(model: Transformer) -> dict:
     """All that serving it takes; the parameters, as the engine is given them."""
     graph, state = nnx.split(model)
@@ -94,16 +83,7 @@ def register(model: Transformer) -> dict:
 def main() -> None:
     model = Transformer(nnx.Rngs(0))
     params = register(model)
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps({"architectures": ["Tutorial"]}))
-        options = {"tokenizer": str(shipped()), "dtype": "float32", "max_num_seqs": 4}
-        with jserve.LLM(directory, params=params, **options) as llm:
-            asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-            outs = llm.generate(["One, two, three,", "The sky is"], asked, use_tqdm=False)
-    for out in outs:
-        tokens = list(out.outputs[0].token_ids)
-        assert tokens == greedy(model, out.prompt_token_ids, 24)
-        print(len(tokens), "tokens are those of the module's own loop:", tokens[:8], "...")
+    check("Tutorial", params, partial(following, model), CONTEXT)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from jserve.runner.program_files import ProgramFiles, Unusable
 from jserve.runner.programs import use_compile_cache
 from jserve.runner.runner import ModelRunner
 from jserve.runner.sizes import attention_name, kv_name
+from jserve.runner.weights import layout_of
 from jserve.speculation.drafters.load import copying, load_speculation
 from jserve.speculation.host.methods import DEVICE, check, shape
 from jserve.weights.hf import dtype_name
@@ -65,6 +66,7 @@ def runner_of(
     if config.device.compile_cache:
         use_compile_cache(Path(config.device.compile_cache))
     began, given = time.monotonic(), params is not None
+    trained = layout_of(params)
     if not given:
         params = load(
             family,
@@ -102,6 +104,7 @@ def runner_of(
             penalises=source.penalises,
             progress=progress,
             files=files,
+            trained=trained,
         )
     facts = {
         "source": source.name,

@@ -517,6 +517,10 @@ def shard(
     trace: Annotated[
         str, typer.Option(help="the requests, as of jserve simulate; live: all at once")
     ] = "rate=1000,n=16,prompt=64,output=32",
+    hour_usd: Annotated[
+        float,
+        typer.Option(help="simulate: dollars for a device and hour, for those of a million tokens"),
+    ] = 0.0,
     plot: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="also draw it, as .svg; needs jserve[plot]", show_default=False),
@@ -528,7 +532,7 @@ def shard(
 
     asked = (config, spec or [], device, trace)
     how: dict[str, Any] = {"compiled": compiled, "simulate": simulate, "live": live}
-    how |= {"lengths": lengths, "plot": plot}
+    how |= {"lengths": lengths, "hour_usd": hour_usd, "plot": plot}
     raise typer.Exit(bench_shard(*asked, **how, as_json=as_json, console=err))
 
 

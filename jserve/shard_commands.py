@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from jserve.types import Request
 
 if TYPE_CHECKING:
     from jserve.sizing.compare import Priced
+    from jserve.sizing.twin import StepCost
 
 ROOM = ("memory_utilization", "kv_memory_gb", "n_pages")
 """The fields of errors about weights that leave no room for KV."""
@@ -33,6 +35,8 @@ DECODE, ROWS = 0, BUCKETS[0].D
 """Number of the step of eight sequences among those that are priced, and its sequences."""
 PACED_TOKENS = 48
 """Of each sequence whose tokens are timed."""
+TIMED_STEPS = 15
+"""Of each program whose collectives are timed."""
 Row = dict[str, Any]
 """The figures of one sharding, or why it is refused."""
 Answers = dict[str, tuple[int, ...]]
@@ -50,6 +54,8 @@ class Live:
     """Between two tokens of a sequence where each group decodes as many as the priced step has: a median."""
     dtype: str
     """Of the weights."""
+    programs: tuple[StepCost, ...] = ()
+    """Those of the priced steps, and what their collectives cost; () where XLA chose these (mode auto)."""
     first_other: str = ""
     """The first request whose tokens are others than under the first sharding; empty: none is."""
     n_other: int = 0
@@ -65,6 +71,7 @@ def bench_shard(
     compiled: bool,
     simulate: bool,
     live: bool,
+    hour_usd: float = 0.0,
     plot: Path | None = None,
     as_json: bool,
     console: Any,
@@ -75,6 +82,7 @@ def bench_shard(
 
     Args:
         lengths: tokens of the sequences that are counted, as of ``jserve plan``.
+        hour_usd: the price of a device for an hour; 0: unknown, and device-hours are all that is said.
         plot: an SVG of all of it.
 
     Raises:
@@ -89,6 +97,10 @@ def bench_shard(
 
     if plot is not None:
         plots.check(plot)
+    if not 0 <= hour_usd < math.inf:
+        raise ConfigError(f"hour_usd: must be 0 or a price, not {hour_usd}", field="hour_usd")
+    if hour_usd and not simulate:
+        raise ConfigError("hour_usd: prices what --simulate serves", field="hour_usd")
     if config.device.sharding:
         raise ConfigError("sharding: bench shard takes --spec", field="sharding")
     if not specs:
@@ -106,6 +118,9 @@ def bench_shard(
         _compile(config, model, rows, console)
     if simulate:
         _each(rows, "simulated", lambda spec: _simulated(model, spec, device, config, items))
+        for row in rows:
+            if "simulated" in row:
+                row["simulated"] |= _per_m_tokens(row, hour_usd)
     if live:
         _each(rows, "live", lambda spec: _run(config, spec, items, console))
     runs = _compared(rows)
@@ -192,6 +207,17 @@ def _simulated(
     }
 
 
+def _per_m_tokens(row: Row, hour_usd: float) -> dict[str, float | None]:
+    """The device-hours of a million output tokens, served as was simulated, and what these cost."""
+    if not (per_s := row["simulated"]["output_tok_s"]):
+        return {"device_hours_per_m_tokens": None, "usd_per_m_tokens": None}
+    hours = row["devices"] * 1e6 / per_s / 3600
+    return {
+        "device_hours_per_m_tokens": round(hours, 4),
+        "usd_per_m_tokens": round(hours * hour_usd, 4) if hour_usd else None,
+    }
+
+
 def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console: Any) -> Live:
     # No request of a trace has a structure, and programs with masks are a third of what there is to compile.
     device = dataclasses.replace(config.device, sharding=str(sharding), structured_outputs=False)
@@ -208,6 +234,7 @@ def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console
             drawn[out.request_id] = (*drawn.get(out.request_id, ()), *out.token_ids)
         wall_s = time.monotonic() - began
         step_ms = _step_ms(engine, min(ROWS, limits.n_slots) * sharding.dp, limits.max_model_len)
+        programs = () if sharding.mode == "auto" else _costs(build.each_of(engine)[0].runner)
     finally:
         build.close(engine)
     n_drawn = sum(map(len, drawn.values()))
@@ -217,7 +244,22 @@ def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console
         n_drawn=n_drawn,
         step_ms=step_ms,
         dtype=info["dtype"],
+        programs=programs,
     )
+
+
+def _costs(runner: Any) -> tuple[StepCost, ...]:
+    """Of the programs of an engine that take the priced steps, or its largest ones."""
+    from jserve.sizing.twin import step_cost
+
+    decode = [b for b in runner.plain_buckets if not b.P]
+    prefill = [b for b in runner.plain_buckets if b.P]
+    most = min(BUCKETS[1].P, max(b.P for b in prefill))
+    buckets = (
+        min(decode, key=lambda b: (b.D < ROWS, abs(b.D - ROWS))),
+        min((b for b in prefill if most <= b.P), key=lambda b: (b.P, b.T)),
+    )
+    return tuple(step_cost(runner, bucket, TIMED_STEPS) for bucket in buckets)
 
 
 def _step_ms(engine: Any, n_sequences: int, longest: int) -> float:
@@ -272,6 +314,14 @@ def _figures(run: Live) -> dict[str, Any]:
         "step_ms": round(run.step_ms, 3),
         "other_requests": run.n_other,
         "first_other": run.first_other,
+        "programs": [_cost(program) for program in run.programs],
+    }
+
+
+def _cost(program: StepCost) -> dict[str, Any]:
+    return {
+        name: round(x, 4) if isinstance(x, float) else x
+        for name, x in dataclasses.asdict(program).items()
     }
 
 
@@ -302,7 +352,8 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
     rows = [row for row in rows if not row["refused"]]
     specs, live = [row["spec"] for row in rows], _has(rows, "live")
-    with figure(path, 2 + live, title) as axes:
+    cost = _has(rows, "simulated")
+    with figure(path, 2 + 3 * live + cost, title) as axes:
         for i, name in enumerate(("8 sequences", "256 prompt tokens")):
             steps = [row["steps"][i] if row["steps"] else None for row in rows]
             links = [step["collective_ms"] if step else 0.0 for step in steps]
@@ -314,8 +365,34 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         axes[0].legend()
         if live:
             axes[2].barh(specs, [row["live"]["step_ms"] for row in rows], color="grey")
-            axes[2].set(xlabel="ms, 8 sequences, here")
+            axes[2].set(xlabel="ms from token to token, 8 sequences, here")
             axes[2].invert_yaxis()
+            for i in range(2):
+                _draw_exposed(axes[3 + i], rows, i)
+        if cost:
+            _draw_cost(axes[-1], rows)
+
+
+def _draw_exposed(axis: Any, rows: Sequence[Row], i: int) -> None:
+    """Of the program of each sharding that takes a priced step, the time of its twin and the rest."""
+    ran = [row for row in rows if row["live"]["programs"]]
+    programs = [row["live"]["programs"][i] for row in ran]
+    specs, exposed = [row["spec"] for row in ran], [p["exposed_ms"] for p in programs]
+    work = [p["step_ms"] - p["exposed_ms"] for p in programs]
+    axis.barh(specs, work, color="grey")
+    axis.barh(specs, exposed, left=work, label="exposed collectives")
+    axis.set(xlabel=f"ms, program of {('8 sequences', '256 prompt tokens')[i]}, here")
+    axis.invert_yaxis()
+    axis.legend()
+
+
+def _draw_cost(axis: Any, rows: Sequence[Row]) -> None:
+    made = [row["simulated"] for row in rows]
+    priced = any(m["usd_per_m_tokens"] is not None for m in made)
+    name = "usd_per_m_tokens" if priced else "device_hours_per_m_tokens"
+    axis.barh([row["spec"] for row in rows], [m[name] or 0.0 for m in made], color="grey")
+    axis.set(xlabel=f"{'$' if priced else 'device-hours'} a million output tokens, simulated")
+    axis.invert_yaxis()
 
 
 def _in_short(figures: dict[str, Any]) -> str:
@@ -332,14 +409,15 @@ def _print(rows: Sequence[Row], about: dict[str, Any], console: Console) -> None
     table = Table("spec", "weights MiB a device")
     table.add_column("KV of it: B a token, pages; sequences of so many tokens", justify="right")
     for step in ("8 sequences", "256 prompt tokens"):
-        table.add_column(f"{step}: collectives, MiB, ms; step ms", justify="right")
+        table.add_column(f"{step}: collectives, MiB, expected ms; step ms", justify="right")
     if _has(rows, "compiled"):
         table.add_column("compiled: collectives; nodes; scratch MiB of both steps", justify="right")
     if _has(rows, "simulated"):
         table.add_column("simulated: first token p99 ms, between tokens p99 ms", justify="right")
-        table.add_column("output tok/s", justify="right")
+        table.add_column("output tok/s; device-hours and $ a million", justify="right")
     if _has(rows, "live"):
         table.add_column("here: step ms", justify="right")
+        table.add_column("its two programs: collectives, MiB, exposed ms; ms", justify="right")
         table.add_column("output tok/s", justify="right")
         table.add_column("other tokens than the first", justify="right")
     for row in rows:
@@ -371,12 +449,24 @@ def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
     if _has(rows, "simulated"):
         seen = row.get("simulated")
         cells.append(f"{seen['ttft_p99_ms']:.1f}, {seen['itl_p99_ms']:.2f}" if seen else "")
-        cells.append(f"{seen['output_tok_s']:.0f}" if seen else "")
+        cells.append(_cost_in_short(seen) if seen else "")
     if live := row.get("live"):
         same = f"{live['other_requests']} of {live['requests']}"
         first = f", {live['first_other']} first" if live["first_other"] else ""
-        cells += [f"{live['step_ms']:.2f}", f"{live['output_tok_s']:.0f}", same + first]
+        programs = "\n".join(map(_program_in_short, live["programs"])) or "XLA's, not known here"
+        cells += [f"{live['step_ms']:.2f}", programs, f"{live['output_tok_s']:.0f}", same + first]
     return cells
+
+
+def _cost_in_short(seen: dict[str, Any]) -> str:
+    hours, usd = seen["device_hours_per_m_tokens"], seen["usd_per_m_tokens"]
+    cost = "" if hours is None else f"; {hours:.3f} h" + ("" if usd is None else f", ${usd:.3f}")
+    return f"{seen['output_tok_s']:.0f}{cost}"
+
+
+def _program_in_short(p: dict[str, Any]) -> str:
+    size = f"{p['collective_mib']:.2f}, {p['exposed_ms']:.2f}; {p['step_ms']:.2f}"
+    return f"{p['collectives']}, {size}"
 
 
 def _kv_in_short(kv: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from jserve.runner.sizes import sizes_of, step_model
 from jserve.runner.spill import Spill, open_spill
 from jserve.runner.state import state_maker
 from jserve.runner.warmup import WarmUp
-from jserve.runner.weights import WeightUpdate, delete_leaves, own_copy, to_devices, to_host
+from jserve.runner.weights import Leaf, WeightUpdate, delete_leaves, own_copy, to_devices, to_host
 from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import PageFetch, SlotLoad, StepPlan, StepResult
@@ -87,6 +87,7 @@ class ModelRunner:
         strict: a compile after start raises instead of warning.
         progress: called with (stage, done, total) while starting.
         files: compiled programs of earlier starts; those of this one are added.
+        trained: layouts of the arrays that ``params`` are a copy of, by parameter: updates from such compile nothing.
         clock: monotonic seconds.
 
     Raises:
@@ -109,6 +110,7 @@ class ModelRunner:
         strict: bool = False,
         progress: Progress | None = None,
         files: ProgramFiles | None = None,
+        trained: Mapping[str, Leaf] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         rules = rules or ShardRules()
@@ -152,7 +154,7 @@ class ModelRunner:
             options=options,
             compiler=compiler,
         )
-        self._overwrite = WeightUpdate(self.model, options, compiler)
+        self._overwrite = WeightUpdate(self.model, options, compiler, trained=trained)
         self._experts = (
             ExpertBalancer(self.model, config.device, compiler) if self.model.experts else None
         )
@@ -485,16 +487,25 @@ class ModelRunner:
         """Seconds of a step of made-up rows, from its launch until it is done; not from the end of the launch, after
         which the host may be held up until nothing is left to wait for. Slots and pages of others stay as they
         are, and nothing is remembered of what slots hold."""
+        batch = self._made_up(bucket, params)
+        with working_on(step_name(batch.bucket)):
+            began = self._clock()
+            self._wait(self._run(batch))
+        return self._clock() - began
+
+    def _made_up(self, bucket: Bucket, params: SamplingParams) -> StepBatch:
         plan = rehearsal(bucket, self.sizes.dims, params)
         bucket = bucket if bucket in self.programs.buckets else self.ladder.choose(Needs.of(plan))
         batch = self._packer.pack(plan, bucket)
         views = numpy_views(batch.buf, self.model.fields(bucket))
         views["slot_R"][...] = self.sizes.dims.C
-        with working_on(step_name(bucket)):
-            began = self._clock()
-            self._wait(self._run(batch))
         self._packer.forget()
-        return self._clock() - began
+        return batch
+
+    def made_up(self, bucket: Bucket) -> tuple[Any, DeviceState, np.ndarray]:
+        """(parameters, state, buffer) of a step of greedy rows that fill ``bucket``, as its program takes them. Who
+        donates the state puts another in its place."""
+        return self._all_params(), self.state, self._made_up(bucket, GREEDY).buf
 
     def _get_ready(self, progress: Progress) -> None:
         """Run every program, tell the limits how long that took, and allow no compile any more."""

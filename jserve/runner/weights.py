@@ -5,7 +5,7 @@ The caller's arrays are only read, so a trainer may donate or delete its own rig
     source              a tree, checkpoint names, a directory    to leaves (``weights.handed``)
                         an adapter's factors                     added to the engine's own (``weights.adapters``)
                         the same tree, quantised in its form     as it is
-    a leaf of it        in a layout that is compiled             as it is
+    a leaf of it        in a layout that is compiled             as it is, from any sharding of the same devices
                         any other                                through host memory: cast, laid out, on the mesh
                         none, in a partial update                the engine's own, through host memory
     program             (own, donated; given) -> own             one launch overwrites all leaves or none
@@ -48,14 +48,20 @@ Leaf = jax.ShapeDtypeStruct
 
 
 class WeightUpdate:
-    """The compiled copies from each layout that a trainer's weights usually have: the engine's own, and
-    the same in float32."""
+    """The compiled copies from each layout that a trainer's weights usually have: the engine's own, the same in
+    float32, and that of the arrays with which the engine started.
+
+    Args:
+        trained: the latter, by parameter; {}: there were none.
+    """
 
     def __init__(
         self,
         model: StepModel,
         options: Mapping[str, str | bool],
         compiler: Compiler | None = None,
+        *,
+        trained: Mapping[str, Leaf] | None = None,
     ) -> None:
         wide, at = model.family.wide or model.family, (model.mesh, model.rules, model.dtype)
         self._read = partial(
@@ -69,14 +75,21 @@ class WeightUpdate:
         leaves: list[Leaf] = jax.tree.leaves(own)
         given: list[Leaf] = jax.tree.leaves(abstract(self._specs, *at))
         in_float32 = [_as(leaf, np.float32) for leaf in given]
-        layouts = [given] if in_float32 == given else [given, in_float32]
+        layouts: list[tuple[list[Leaf], Any]] = [(given, None)]
+        layouts += [(in_float32, None)] if in_float32 != given else []
+        names = [name for name, _ in named(self._specs)]
+        started = [
+            _started(leaf, (trained or {}).get(n)) for n, leaf in zip(names, given, strict=True)
+        ]
+        if started not in (given, in_float32):  # on meshes that the model does not know
+            layouts.append((started, tuple(repr(leaf.sharding) for leaf in started)))
         forms = [x.form if isinstance(x, QTensor) else None for x in quantised_leaves(own)]
         self._quantised = any(form is not None for form in forms)
         self._made_elsewhere = any(form is not None and not form.method for form in forms)
         update, make = _update(leaves, forms), compiler or Compiler()
         self._programs = [
-            (layout, make("weight_update", update, leaves, layout, options=options))
-            for layout in ([] if self._made_elsewhere else layouts)
+            (layout, make("weight_update", update, leaves, layout, options=options, about=about))
+            for layout, about in ([] if self._made_elsewhere else layouts)
         ]
         self._quantised_specs = (model.specs(), model.family.specs(model.arch, 1))
         copied = _update(leaves, [None] * len(leaves))
@@ -185,6 +198,29 @@ def _is_tree(source: Any) -> bool:
     if isinstance(source, str | Path | AdapterDelta):
         return False
     return isinstance(source, Mapping) or is_nnx_state(source)
+
+
+def layout_of(params: Any) -> dict[str, Leaf]:
+    """Path -> shape, dtype and sharding of the jax arrays of a tree that a user hands over; of others nothing."""
+    if not _is_tree(params):
+        return {}
+    arrays = [(name, x) for name, x in leaves_of(params) if isinstance(x, jax.Array)]
+    return {name: Leaf(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays}
+
+
+def _started(own: Leaf, trained: Leaf | None) -> Leaf:
+    """``trained`` if a program can turn it into ``own``: on the same devices, in the same kind of memory; else
+    ``own``."""
+    if trained is None or trained.shape != own.shape or trained.dtype.itemsize not in (2, 4):
+        return own
+    at, to = trained.sharding, own.sharding
+    if not jnp.issubdtype(trained.dtype, jnp.floating) or at.memory_kind != to.memory_kind:
+        return own
+    places = [list(x.devices_indices_map(own.shape)) for x in (at, to)]
+    if places[0] != places[1]:
+        return own
+    same = at.is_equivalent_to(to, len(own.shape))
+    return Leaf(own.shape, trained.dtype, sharding=to if same else at)
 
 
 def _as(leaf: Leaf, dtype: Any) -> Leaf:

@@ -140,13 +140,13 @@ class FleetSimulation:
             self._join(self.clients.next_at or 0.0)
 
     def run(self) -> Run:
-        """Until all is served."""
+        """Until all is served, or who watches has seen enough."""
         with no_gc():
             return self._run()
 
     def _run(self) -> Run:
         clients, began = self.clients, self.clients.next_at or 0.0
-        while True:
+        while not clients.enough:
             busy = [one for one in self.replicas.values() if one.busy]
             behind = min(busy, key=lambda one: one.now, default=None)
             if clients.next_at is not None and (behind is None or clients.next_at <= behind.now):
@@ -155,7 +155,8 @@ class FleetSimulation:
                 self._look(behind.now)
                 self._step(behind)
             else:
-                return self._result(began)
+                break
+        return self._result(began)
 
     def _deliver(self, now: float) -> None:
         """Hand in what is due at ``now``."""

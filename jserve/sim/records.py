@@ -104,12 +104,12 @@ class Records:
                 finish=record.finish.value if record.finish else "",
                 error=record.error,
                 refused=record.refused,
-                ttft_deadline=_seconds(item.ttft_deadline_ms),
-                tpot_deadline=_seconds(item.tpot_deadline_ms),
-                deadline=_seconds(item.deadline_ms),
+                ttft_deadline=seconds_of(item.ttft_deadline_ms),
+                tpot_deadline=seconds_of(item.tpot_deadline_ms),
+                deadline=seconds_of(item.deadline_ms),
             )
         )
 
 
-def _seconds(ms: float | None) -> float | None:
+def seconds_of(ms: float | None) -> float | None:
     return None if ms is None else ms / 1e3

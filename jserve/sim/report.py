@@ -20,8 +20,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jserve.sim.records import Done
+from jserve.sim.records import Done, Record, seconds_of
 from jserve.sim.simulate import Run
+from jserve.sim.trace import TraceItem
 
 ALL = "all"
 POINTS = (50, 90, 99)
@@ -40,13 +41,31 @@ class Slo:
     def kept(self, done: Done) -> bool:
         """True for a request that counts as good."""
         ended = done.error is None and done.finish in ("stop", "length")
-        ttft = self.ttft_ms / 1e3 if done.ttft_deadline is None else done.ttft_deadline
-        tpot = self.tpot_ms / 1e3 if done.tpot_deadline is None else done.tpot_deadline
+        ttft, tpot = self._targets(done.ttft_deadline, done.tpot_deadline)
         return (
             ended
             and (done.ttft or 0.0) <= ttft
             and (done.tpot or 0.0) <= tpot
             and done.end - done.at <= (math.inf if done.deadline is None else done.deadline)
+        )
+
+    def missed(self, record: Record) -> bool:
+        """True for a request whose tokens so far are too late, whatever comes (but for its being sent again)."""
+        item, times = record.item, record.times[0]
+        if not times:
+            return False
+        ttft, tpot = self.targets(item)
+        n_later = sum(piece[2] for piece in item.outputs[0])  # with the end token, if it is drawn
+        return times[0] - record.at > ttft or (times[-1] - times[0]) / max(1, n_later) > tpot
+
+    def targets(self, item: TraceItem) -> tuple[float, float]:
+        """Seconds to the first token of a request, and per later one: its own, else these."""
+        return self._targets(seconds_of(item.ttft_deadline_ms), seconds_of(item.tpot_deadline_ms))
+
+    def _targets(self, ttft: float | None, tpot: float | None) -> tuple[float, float]:
+        return (
+            self.ttft_ms / 1e3 if ttft is None else ttft,
+            self.tpot_ms / 1e3 if tpot is None else tpot,
         )
 
 

@@ -23,6 +23,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
@@ -32,7 +33,7 @@ from jserve.sched.scheduler import Scheduler
 from jserve.sched.stats import SchedStats
 from jserve.sim.costs import MAX_PREFILL_ROWS, Device, ladder
 from jserve.sim.device import SimClock, SimRunner
-from jserve.sim.records import Record, Records
+from jserve.sim.records import Done, Record, Records
 from jserve.sim.trace import VOCAB, Streams, TraceItem, request_of
 from jserve.types import Choice, Output, Request
 
@@ -47,6 +48,23 @@ class Stuck(JserveError):
     """Work is left and neither time nor traffic moves it: a fault of the scheduler."""
 
     code = "simulation_stuck"
+
+
+class Watch(Protocol):
+    """Sees what clients see, and may end a simulation whose outcome is certain."""
+
+    @property
+    def enough(self) -> bool:
+        """True: the simulation ends where it is."""
+        ...
+
+    def token(self, record: Record) -> None:
+        """Tokens of a request came."""
+        ...
+
+    def end(self, done: Done) -> None:
+        """A request is over."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +94,7 @@ class Setup:
     router: str = "seconds"
     """Chooses between them, one of ``fleet.router.POLICIES``."""
     journal: Journal | None = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         """Gives options that are left to the device a CPU's values."""
@@ -206,15 +225,22 @@ class Clients:
 
     def receive(self, outputs: Seq[Output], now: float) -> None:
         """Write down what each output says, and send what follows from it."""
-        records = self.records.open
+        records, watch = self.records.open, self.setup.watch
         for output in outputs:
             record = records.get(output.request_id)
             if record is None or output.attempt != record.attempt:
                 continue
             if output.token_ids:
                 record.times[output.index].append(now)
+                if watch is not None:
+                    watch.token(record)
             if output.finish is not None:
                 self._end(record, output, now)
+
+    @property
+    def enough(self) -> bool:
+        """Whoever watches has seen enough."""
+        return self.setup.watch is not None and self.setup.watch.enough
 
     def take_ended(self) -> list[tuple[str, int]]:
         """Requests that ended since the last call, those that are sent again among them: (id, tokens drawn)."""
@@ -241,6 +267,8 @@ class Clients:
             self._push(now + wait, record.item)
             return
         self.records.close(record, now)
+        if self.setup.watch is not None:
+            self.setup.watch.end(self.records.done[-1])
         self._follow(record.item, record.error is None, now)
 
     def _follow(self, item: TraceItem, went_well: bool, now: float) -> None:
@@ -294,8 +322,10 @@ class Simulation:
         clock.now = self.began
 
     def run(self) -> Run:
-        """Until all is served."""
+        """Until all is served, or who watches has seen enough."""
         while True:
+            if self.clients.enough:
+                return self.result()
             self.deliver(self.clock.now)
             next_at = self.clients.next_at
             if self.engine.busy:

@@ -177,7 +177,7 @@ def _program(model: StepModel, bucket: Bucket) -> StepCollectives:
     args = (model.abstract_params(), model.abstract_state(), buf)
     found: list[Collective] | None = None
     if not model.rules.auto:
-        found = list(_traced(jax.make_jaxpr(step)(*args).jaxpr))
+        found = list(traced(jax.make_jaxpr(step)(*args).jaxpr))
     elif isinstance(model.mesh, Mesh):
         program = jax.jit(step, donate_argnums=1).lower(*args).compile()
         found = list(_compiled(program.as_text() or ""))
@@ -188,7 +188,8 @@ def _program(model: StepModel, bucket: Bucket) -> StepCollectives:
     )
 
 
-def _traced(jaxpr: Any) -> Iterator[Collective]:
+def traced(jaxpr: Any) -> Iterator[Collective]:
+    """The collectives that our code asks for, those that are alike together."""
     counts = Counter(_equations(jaxpr))
     for (op, axes, dtype, shape, rare), count in counts.items():
         yield Collective(op=op, axes=axes, dtype=dtype, shape=shape, count=count, rare=rare)

@@ -5,11 +5,15 @@ laid out as an engine would be, then the scheduler that serves runs the load on 
 roofline's time for each step. ::
 
     devices   tp x ep x engines      4: 4x1x1  2x1x2  1x1x4  2x2x1 ...
+
+A layout that cannot win any more is not simulated to its end (``bounds``), which leaves the winner what it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +28,7 @@ from jserve.sim.report import ALL, Slo, summarise
 from jserve.sim.roofline import CHIPS, Chip
 from jserve.sim.simulate import Setup
 from jserve.sim.trace import TraceItem
+from jserve.sizing.bounds import GOOD, Bounds, too_slow
 from jserve.sizing.layout import Layout, lay_out
 from jserve.sizing.models import Model, find
 from jserve.sizing.plan import roofline_of
@@ -31,8 +36,6 @@ from jserve.sizing.plan import roofline_of
 MOST_DEVICES = 64
 MACHINE = 8
 """Devices of a machine: engines beyond them are in other processes."""
-GOOD = 0.99
-"""Share of requests that have to keep the targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,12 @@ class TriedLayout:
     replicas: int
     refused: str = ""
     """The reason why no engine starts so; empty: one does."""
+    dropped: str = ""
+    """The reason why it was not simulated to its end though no fewer devices serve; empty: it was, or they do."""
+    n_over: int = 0
+    """Requests that were over when it was dropped."""
     good_share: float | None = None
-    """Of the requests, those that kept the targets; None: it was not simulated, since fewer devices do."""
+    """Of the requests, those that kept the targets; None: it was not simulated to its end."""
     ttft_ms: float = 0.0
     """Of 99 % of the requests at most."""
     itl_ms: float = 0.0
@@ -90,8 +97,8 @@ class Found:
 
     def why_not(self, lost: TriedLayout) -> str:
         """The reason why another one is better."""
-        if lost.refused:
-            return lost.refused
+        if lost.refused or lost.dropped:
+            return lost.refused or lost.dropped
         best = self.candidates[0]
         if lost.good_share is None:
             return f"takes {lost.devices} devices instead of {best.devices}"
@@ -112,13 +119,15 @@ def search(
     """Every layout of ``name`` over up to ``n_devices`` devices of a kind, under ``trace``.
 
     Raises:
-        ConfigError: an unknown device, or one without memory of its own, a number of devices out of range, a model that
-            cannot be read, a layout stated beside the search; ``field`` is the option.
+        ConfigError: an unknown device, or one without memory of its own, a load of no requests, a number of devices out
+            of range, a model that cannot be read, a layout stated beside the search; ``field`` is the option.
     """
     chip = CHIPS.get(device)
     if chip is None or not chip.memory:
         known = ", ".join(name for name, chip in CHIPS.items() if chip.memory)
         raise ConfigError(f"device must be one of {known}, not {device!r}", field="device")
+    if not trace:
+        raise ConfigError("search: the load has no requests", field="search")
     if not 1 <= n_devices <= MOST_DEVICES:
         raise ConfigError(f"devices must be in [1, {MOST_DEVICES}]", field="devices")
     for option in ("tensor_parallel_size", "expert_parallel_size", "sharding"):
@@ -133,14 +142,23 @@ def search(
         quantization=forms,
         max_model_len=options.max_model_len,
     )
-    shapes, found = list(layouts(model, n_devices)), list[TriedLayout]()
-    for done, (tp, ep, replicas) in enumerate(shapes):
-        progress("simulate", done, len(shapes))
-        one = TriedLayout(tp=tp, ep=ep, replicas=replicas)
-        fewer = any(c.serves and c.devices < one.devices for c in found)
-        found.append(one if fewer else _tried(one, model, config, chip, trace, slo))
-    progress("simulate", len(shapes), len(shapes))
+    laid_out = functools.cache(functools.partial(_laid_out, model, config, chip))
+    shapes = [TriedLayout(tp=tp, ep=ep, replicas=n) for tp, ep, n in layouts(model, n_devices)]
+    # Of as many devices the one with the shortest prefill first: the others have to beat it.
+    order = sorted(shapes, key=lambda c: (c.devices, _prefill_s(laid_out(c.tp, c.ep), chip, trace)))
+    found = list[TriedLayout]()
+    for done, one in enumerate(order):
+        progress("simulate", done, len(order))
+        best = min([c for c in found if c.serves], key=_rank, default=None)
+        if best is None or best.devices == one.devices:
+            latest_ms = math.inf if best is None else best.ttft_ms
+            bounds = Bounds(slo=slo, n=len(trace), latest_ms=latest_ms)
+            one = _tried(one, laid_out(one.tp, one.ep), chip, trace, slo, bounds)
+        found.append(one)
+    progress("simulate", len(order), len(order))
     found.sort(key=_rank)
+    if (near := found[0]).dropped and near.n_over:  # how near it comes is worth its end
+        found[0] = _tried(near, laid_out(near.tp, near.ep), chip, trace, slo)
     return Found(model=model.name, device=chip.name, devices=n_devices, candidates=tuple(found))
 
 
@@ -156,31 +174,56 @@ def layouts(model: Model, n_devices: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _rank(c: TriedLayout) -> tuple[float, ...]:
-    """The best first: those that serve, on few devices, with early first tokens; then those that nearly do."""
+    """The best first: those that serve, on few devices, with early first tokens and few parts; then those that nearly
+    do."""
     if c.serves:
-        return (0, c.devices, c.ttft_ms)
-    return (2 if c.refused else 1, -(c.good_share or 0.0), c.devices)
+        return (0, c.devices, c.ttft_ms, c.tp, c.ep)
+    return (2 if c.refused else 1, -(c.good_share or 0.0), -c.n_over, c.devices, c.tp, c.ep)
+
+
+def _prefill_s(laid: Layout | ConfigError, chip: Chip, trace: Sequence[TraceItem]) -> float:
+    """Seconds of a step that computes a prompt of the load's mean length."""
+    if isinstance(laid, ConfigError):
+        return math.inf
+    mean = sum(item.n_prompt for item in trace) // len(trace)
+    return roofline_of(laid, chip).seconds(0, max(1, mean), mean)
+
+
+def _laid_out(
+    model: Model, config: EngineConfig, chip: Chip, tp: int, ep: int
+) -> Layout | ConfigError:
+    """As an engine would be, or why none starts so."""
+    split = dataclasses.replace(config.device, tensor_parallel_size=tp, expert_parallel_size=ep)
+    try:
+        return lay_out(model, dataclasses.replace(config, device=split), chip)
+    except ConfigError as error:
+        return error
 
 
 def _tried(
     made: TriedLayout,
-    model: Model,
-    config: EngineConfig,
+    laid: Layout | ConfigError,
     chip: Chip,
     trace: Sequence[TraceItem],
     slo: Slo,
+    bounds: Bounds | None = None,
 ) -> TriedLayout:
-    tp, ep, replicas = made.tp, made.ep, made.replicas
-    split = dataclasses.replace(config.device, tensor_parallel_size=tp, expert_parallel_size=ep)
-    try:
-        laid = lay_out(model, dataclasses.replace(config, device=split), chip)
-    except ConfigError as error:
-        return dataclasses.replace(made, refused=error.message)
-    setup = Setup(config=laid.config, device=_device(laid, chip), replicas=replicas)
-    report = summarise(simulated(trace, setup), slo)
+    """``made`` with its figures, or with the reason why it cannot win; without ``bounds`` with its figures."""
+    if isinstance(laid, ConfigError):
+        return dataclasses.replace(made, refused=laid.message)
+    device = _device(laid, chip)
+    if bounds is not None and (why := too_slow(device.costs.seconds(1, 0, 0), trace, slo)):
+        return dataclasses.replace(made, dropped=why)
+    setup = Setup(config=laid.config, device=device, replicas=made.replicas, watch=bounds)
+    run = simulated(trace, setup)
+    if bounds is not None and bounds.why:
+        return dataclasses.replace(made, dropped=bounds.why, n_over=bounds.n_over)
+    report = summarise(run, slo)
     lane: dict[str, Any] = report["lanes"][ALL]
     return dataclasses.replace(
         made,
+        dropped="",
+        n_over=len(trace),
         good_share=lane["good_share"] or 0.0,
         ttft_ms=(lane["ttft_ms"] or {}).get("p99", 0.0),
         itl_ms=(lane["itl_ms"] or {}).get("p99", 0.0),

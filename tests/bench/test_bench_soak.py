@@ -94,6 +94,17 @@ def test_a_soak_with_a_journal_ends_well_if_that_is_computed_again(
     assert [argv[-3:] for argv in ran] == ([] if code == 2 else [["replay", str(path), "--device"]])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_soak_of_the_shipped_model_is_computed_again(tmp_path, capfd):
+    """A real server, every kind of client, sequences that give way, and then every token of it on the device."""
+    path = tmp_path / "run.journal"
+    assert soak.main(["--minutes", "0.5", "--journal", str(path)]) == 0
+    said = capfd.readouterr().out
+    assert int(said.split(" tokens computed again")[0].split()[-1]) > 100
+    assert {type(e) for e in read_events(path)} >= {Arrival, Cancelled, Committed, Guided}
+
+
 @pytest.mark.parametrize(
     ("status", "text", "wrong"),
     [

@@ -59,7 +59,7 @@ def test_only_known_programs_are_called() -> None:
 
 @pytest.mark.parametrize("words", of("jserve"))
 def test_jserve_takes_these_flags(words: list[str]) -> None:
-    parsed(words)
+    assert isinstance(parsed(words), EngineConfig)
 
 
 def test_a_flag_that_does_not_exist_would_be_seen() -> None:
@@ -69,15 +69,15 @@ def test_a_flag_that_does_not_exist_would_be_seen() -> None:
         parsed(["jserve", "serve", "--max-num-seqs", "-1"])
 
 
-def parsed(words: list[str]) -> None:
-    """Raises what the parser and ``EngineConfig`` say of a wrong name or value."""
+def parsed(words: list[str]) -> EngineConfig:
+    """The options that a command gives; raises what the parser and ``EngineConfig`` say of a wrong name or value."""
     command: Any = typer.main.get_command(app)
     args = cli_options.spread(words[1:])
     while hasattr(command, "commands"):
         command = command.commands[args.pop(0)]
     given = command.make_context("jserve", args).params
     flat = {name.replace("__", "."): v for name, v in given.items() if v is not None}
-    EngineConfig.of(
+    return EngineConfig.of(
         **{k: v for k, v in flat.items() if k in {*EngineConfig().flat(), "speculative"}}
     )
 

@@ -126,7 +126,11 @@ def test_modules_of_other_libraries(name: str, capsys, monkeypatch: pytest.Monke
     if name == "own_equinox":
         pytest.importorskip("equinox")
     monkeypatch.setattr(families, "_FAMILIES", {**families._FAMILIES})
-    start(name)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    if name == "own_linen":
+        start("own_check", name)
+    else:
+        start(name)
     assert capsys.readouterr().out.count("24 tokens are those of the module's own loop") == 2
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from jserve.errors import ConfigError, WeightsError
@@ -20,11 +20,13 @@ from jserve.model.attention import backend
 from jserve.model.families.llama import FAMILY as LLAMA
 from jserve.model.mesh import make_mesh
 from jserve.model.param_spec import is_spec
+from jserve.model.shard import abstract
 from jserve.model.step import StepModel
 from jserve.model.view import Bucket, StepDims
+from jserve.runner import weights
 from jserve.runner.programs import n_compiles, starting
 from jserve.runner.runner import ModelRunner
-from jserve.runner.weights import WeightUpdate
+from jserve.runner.weights import WeightUpdate, layout_of
 from jserve.weights.adapters import AdapterDelta
 from jserve.weights.adopt import Match, adopt, in_host_memory, leaves_of
 from jserve.weights.dummy import draw_all
@@ -343,6 +345,61 @@ def test_float32_into_bfloat16(tp: int, V: int, placed: bool) -> None:
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
+
+
+def over_two(x: np.ndarray, dtype: Any, devices: int = 0) -> jax.Array:
+    """On the engine's two devices, over a mesh of the trainer's own: cut along the last dimension that divides."""
+    mesh = jax.make_mesh(
+        (2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[devices:][:2]
+    )
+    cut = next((i for i in reversed(range(x.ndim)) if x.shape[i] % 2 == 0), None)
+    spec = PartitionSpec(*("fsdp" if i == cut else None for i in range(x.ndim)))
+    return jax.device_put(x.astype(dtype), NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainers_own_sharding_is_copied_on_the_devices(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the program for the arrays that the engine started with: not by way of host memory, in place, and without a
+    compilation. Other arrays take that way, and are right too."""
+    model, _, own, given = bf16_update(2, 128)
+    trained = jax.tree.map(lambda x: over_two(x, dtype), given)
+    with starting():
+        update = WeightUpdate(model, {}, trained=layout_of(trained))
+    want = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16)), given)
+    before, compiled = pointers(own), n_compiles()
+    through_host = []
+    monkeypatch.setattr(
+        weights, "in_host_memory", lambda *a: through_host.append(a[0].name) or in_host_memory(*a)
+    )
+    own = update(own, trained)
+    assert not through_host
+    assert pointers(own) == before
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+    elsewhere = jax.tree.map(lambda x: over_two(-x, dtype, devices=2), given)
+    own = update(own, elsewhere)
+    assert len(through_host) == len(jax.tree.leaves(own))
+    assert n_compiles() == compiled
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), -b)
+
+
+def test_layouts_that_no_program_could_read_are_left_alone() -> None:
+    """Arrays on other devices, of another shape or of integers; numpy has no layout."""
+    model, _, _, given = bf16_update(2, 128)
+    [own] = jax.tree.leaves(abstract({"w": model.specs()["embed"]}, model.mesh, RULES, model.dtype))
+    fits, elsewhere = (
+        layout_of({"w": over_two(np.zeros(own.shape), "float32", n)})["w"] for n in (0, 2)
+    )
+    assert weights._started(own, fits).sharding == fits.sharding
+    smaller = jax.ShapeDtypeStruct((2, 2), fits.dtype, sharding=fits.sharding)
+    whole_numbers = jax.ShapeDtypeStruct(own.shape, jnp.int32, sharding=fits.sharding)
+    for other in (None, elsewhere, smaller, whole_numbers):
+        assert weights._started(own, other) is own
+    assert layout_of(given) == {}
+    assert layout_of("a directory") == layout_of(None) == {}
 
 
 def test_programs_need_no_room_beside_the_weights() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from jserve import shard_commands
 from jserve.cli import app
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
@@ -80,6 +81,14 @@ def test_the_command_simulates_a_load_over_the_prices() -> None:
     one, two = (row["simulated"] for row in json.loads(done.stdout)["specs"])
     assert 0 < two["ttft_p99_ms"] < one["ttft_p99_ms"]
     assert two["output_tok_s"] > one["output_tok_s"]
+    assert one["usd_per_m_tokens"] is None, "nobody said what a device costs"
+    dear = CliRunner().invoke(
+        app, ["bench", "shard", "llama-3.1-8b", *words, *load, "--hour-usd", "3.6"]
+    )
+    for n, row in enumerate((row["simulated"] for row in json.loads(dear.stdout)["specs"]), 1):
+        usd = n * 3.6 * 1e6 / (3600 * row["output_tok_s"])
+        assert row["usd_per_m_tokens"] == pytest.approx(usd, rel=1e-3)
+        assert row["device_hours_per_m_tokens"] == pytest.approx(usd / 3.6, rel=1e-3)
 
 
 def test_devices_that_share_a_machine_work_one_after_the_other() -> None:
@@ -140,8 +149,41 @@ def test_the_plot_has_a_bar_for_each_sharding(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     drawn = (tmp_path / "shard.svg").read_text()
     assert {"tp=1", "tp=2", "collectives"} <= {*re.findall(r">([^<>]+)</text>", drawn)}
+    load = ["--simulate", "--trace", "rate=9,n=4,prompt=8,output=4", "--hour-usd", "2"]
+    done = CliRunner().invoke(app, ["bench", "shard", MINI, *words, *load])
+    assert done.exit_code == 0, done.output
+    seen = {"output_tok_s": 12.3, "device_hours_per_m_tokens": 1.5, "usd_per_m_tokens": None}
+    assert shard_commands._cost_in_short(seen) == "12; 1.500 h"
+    assert shard_commands._cost_in_short(seen | {"usd_per_m_tokens": 3.0}) == "12; 1.500 h, $3.000"
+    said = re.findall(r">([^<>]+)</text>", (tmp_path / "shard.svg").read_text())
+    assert "$ a million output tokens, simulated" in said
     refused = CliRunner().invoke(app, ["bench", "shard", MINI, *words[:-1], "shard.png"])
     assert refused.exit_code == 2 or isinstance(refused.exception, ConfigError)
+
+
+@pytest.mark.parametrize("words", [["--hour-usd", "2"], ["--simulate", "--hour-usd", "-1"]])
+def test_a_price_that_prices_nothing_is_refused(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["bench", "shard", MINI, "--spec", "tp=1", *words])
+    assert done.exit_code == 2
+    assert "hour_usd" in done.output
+
+
+def test_what_runs_here_has_panels_of_its_own(tmp_path: Path) -> None:
+    """A program's time apart from that of its exposed collectives; none of mode auto."""
+    pytest.importorskip("matplotlib")
+    program = {"collectives": 3, "collective_mib": 0.5, "exposed_ms": 2.0, "step_ms": 5.0}
+    made = {**rows((1.0, 10.0))[0], "refused": ""}
+    made["steps"] = [{"step_ms": 2.0, "collective_ms": 1.0}] * 2
+    live = {"step_ms": 9.0, "programs": [program, program]}
+    both = [made | {"spec": "tp=2", "live": live}]
+    both += [made | {"spec": "by XLA", "live": live | {"programs": []}}]
+    shard_commands._draw(both, tmp_path / "a.svg", "title")
+    said = re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text())
+    assert said.count("exposed collectives") == 2
+    assert "ms, program of 8 sequences, here" in said
+    assert said.count("tp=2") == 5
+    assert said.count("by XLA") == 3
+    assert shard_commands._program_in_short(program) == "3, 0.50, 2.00; 5.00"
 
 
 def test_one_device_has_no_collectives() -> None:

@@ -30,6 +30,13 @@ def test_every_sharding_draws_the_same_tokens(tiny_dir: Path) -> None:
     assert code == 0
     assert [row["other_requests"] for row in rows] == [0, 0, 0]
     assert all(row["requests"] == 4 and row["step_ms"] > 0 for row in rows)
+    layers = json.loads((tiny_dir / "config.json").read_text())["num_hidden_layers"]
+    for row, n in zip(rows, (0, 2 * layers + 2, None), strict=True):
+        assert [p["prefill_tokens"] > 0 for p in row["programs"]] == [False, True]
+        for program in row["programs"]:
+            assert n is None or program["collectives"] == n
+            assert (program["collective_mib"] > 0) == (program["collectives"] > 0)
+            assert 0 <= program["exposed_ms"] < program["step_ms"]
 
 
 def test_another_token_is_counted_and_ends_with_1(

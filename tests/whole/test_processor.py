@@ -52,12 +52,20 @@ def once(logits_V: jax.Array, row: RowView) -> jax.Array:
     return jnp.where(row.state, -jnp.inf, logits_V)
 
 
+def fixed(logits_V: jax.Array, row: RowView) -> jax.Array:
+    """4 for one token, less for another, nothing for the rest, whatever the model says."""
+    at_V, numbers = jnp.arange(logits_V.shape[0]), row.numbers
+    two_V = jnp.where(at_V == numbers["two"].astype(jnp.int32), numbers["by"], -1e9)
+    return jnp.where(at_V == numbers["one"].astype(jnp.int32), 4.0, two_V)
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_dir: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "_REGISTERED", {})
         register_feature(logits_processor("only", only, plus=1.0))
         register_feature(logits_processor("unlike", unlike, by=0.0))
+        register_feature(logits_processor("fixed", fixed, one=0.0, two=0.0, by=0.0))
         register_feature(logits_processor("halves", lambda x_V, row: x_V / 2))
         seen = row_state(np.zeros(320, bool), lambda seen_V, token: seen_V.at[token].set(True))
         register_feature(logits_processor("once", once, state=seen))
@@ -81,6 +89,24 @@ def params(temperature: float = 0.0, structured: Any = None, **extra: Any) -> Sa
         logprobs=0,
         extra_args=extra,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_bias_and_penalties_act_on_what_it_gives(llm: LLM) -> None:
+    """In vLLM's order: were it the other way around, the processor, which looks at nothing, would undo them."""
+    first, second = llm.generate([PROMPT], params(), use_tqdm=False)[0].prompt_token_ids[:2]
+    assert first != second
+
+    def drawn(**fields: Any) -> int:
+        numbers = {"fixed": {"one": first, "two": 7, "by": 3.0}}
+        asked = dataclasses.replace(params(**numbers), max_tokens=1, **fields)
+        return llm.generate([PROMPT], asked, use_tqdm=False)[0].outputs[0].token_ids[0]
+
+    assert drawn() == first, "its logit is 4, that of token 7 is 3"
+    assert drawn(repetition_penalty=2.0) == 7, "the first is of the prompt: 4 / 2"
+    assert drawn(logit_bias={7: 1.5}) == 7, "3 + 1.5"
+    assert drawn(allowed_token_ids=[7, 9]) == 7
 
 
 @pytest.mark.slow

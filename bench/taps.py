@@ -1,0 +1,117 @@
+"""What taps cost: decode steps whose rows ask for the values of a point against steps whose rows do not.
+
+Two engines of one model, turn by turn: one without taps, one that has them registered, as ``--allow-taps`` and
+``--plugins`` make it. In the second, sequences decode that ask for nothing, for a whole point, and for a number that
+is made of a point on the device. The programs of steps without taps are compared as text. Figures are medians of
+ratios within a turn, so that a machine that is not quiet spoils few of them.
+
+    python -m bench.taps [--rows 8] [--turns 9] [--json F]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import probe
+from jserve import LLM, SamplingParams, build, register_feature, tap
+from jserve.model.step import make_step
+from jserve.model.view import buffer_size
+from jserve.types import Request
+
+POINT = "blocks.2.hook_resid_post"
+OPTIONS: dict[str, Any] = {"structured_outputs": False, "prompt_logprobs": False}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "whole point": {"bench_whole": True},
+    "reduced": {"bench_size": True},
+}
+
+
+def digests(llm: LLM) -> dict[str, str]:
+    """Of the text that each program without features is lowered to."""
+    engine: Any = llm._engine
+    runner, model = engine.runner, engine.runner.model
+    found = {}
+    for bucket in (b for b in runner.ladder.buckets if not b.features):
+        buf = jax.ShapeDtypeStruct((buffer_size(model.fields(bucket)),), jnp.int32)
+        args = (model.abstract_params(), model.abstract_state(), buf)
+        text = jax.jit(make_step(model, bucket), donate_argnums=(1,)).lower(*args).as_text()
+        found[str(bucket)] = hashlib.sha256(text.encode()).hexdigest()
+    return found
+
+
+def step_ms(llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: str) -> float:
+    """The median milliseconds between two tokens of as many sequences that decode at once."""
+    engine: Any = llm._engine
+    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True, extra_args=asked)
+    for i in range(n_rows):
+        engine.submit(Request(id=f"{turn}-{i}", prompt_ids=(i + 1,), params=params))
+    came: dict[str, list[float]] = {}
+    while engine.busy:
+        for out in engine.step():
+            assert out.error is None, out.error
+            came.setdefault(out.request_id, []).extend([time.perf_counter()] * len(out.token_ids))
+    gaps = [np.diff(times[n_tokens // 4 :]) for times in came.values()]
+    return float(np.median(np.concatenate(gaps))) * 1e3
+
+
+def measure(n_rows: int, turns: int, n_tokens: int) -> dict[str, Any]:
+    options: dict[str, Any] = OPTIONS | {"max_num_seqs": n_rows}
+    with LLM(str(build.shipped()), **options) as without:
+        before = digests(without)
+        register_feature(tap("bench_whole", POINT))
+        register_feature(tap("bench_size", POINT, reduce=lambda x_PD: (x_PD**2).sum()))
+        with LLM(str(build.shipped()), **options) as having:
+            after = digests(having)
+            cells: dict[str, list[float]] = {"no taps there": []} | {k: [] for k in KINDS}
+            for turn in range(turns + 1):
+                made = {"no taps there": step_ms(without, n_rows, n_tokens, {}, f"{turn}-none")}
+                for name, asked in KINDS.items():
+                    made[name] = step_ms(having, n_rows, n_tokens, asked, f"{turn}-{name}")
+                for name, ms in made.items():
+                    if turn:  # the first one warms up
+                        cells[name].append(ms)
+    base = cells["plain"]
+    over = {
+        name: statistics.median([a / b for a, b in zip(ms, base, strict=True)])
+        for name, ms in cells.items()
+    }
+    return {
+        "rows": n_rows,
+        "programs_without_taps": len(before),
+        "same_text": before == after,
+        "step_ms": {name: round(statistics.median(ms), 3) for name, ms in cells.items()},
+        "over_plain": {name: round(x, 4) for name, x in over.items()},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: programs without taps are the same text. 1: they are not."""
+    parser = argparse.ArgumentParser(prog="bench.taps", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=64, help="of a sequence in a turn")
+    parser.add_argument("--json", type=Path, help="file to write")
+    args = parser.parse_args(argv)
+    found = measure(args.rows, args.turns, args.tokens)
+    print(json.dumps(found))
+    if args.json is not None:
+        record = probe.record("taps", {"turns": args.turns, "tokens": args.tokens}, [found])
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if found["same_text"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
