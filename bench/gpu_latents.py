@@ -69,7 +69,7 @@ def _spec(layer: Latents, tune: dict[str, Any], tiny: bool) -> LatentSpec:
 
 
 def _pages(p: Pools) -> LatentPages:
-    return LatentPages(p.keys[:, 0], p.table)
+    return LatentPages(p.layer.keys_PKZH[:, 0], p.table)
 
 
 def _rows_call(layer: Latents, tune: dict[str, Any], tiny: bool) -> Any:

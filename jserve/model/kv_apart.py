@@ -50,7 +50,8 @@ def read_by_kernels(kv: LayerKV, H: int) -> Pages:
     if len(kv) == 4:
         k_scales, v_scales = (lax.bitcast_convert_type(kv[i], jnp.float32) for i in (1, 3))
         return Pages(kv[0], kv[2], None, k_scales, v_scales)
-    return Pages(*(_of_bytes(pool, H) for pool in kv), None)
+    keys, values = kv
+    return Pages(_of_bytes(keys, H), _of_bytes(values, H), None)
 
 
 def _of_bytes(pool_PKZW: jax.Array, H: int) -> jax.Array:

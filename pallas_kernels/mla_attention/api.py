@@ -108,7 +108,7 @@ def tile_of(q: Any, pool_PZC: Any, spec: LatentSpec, *, out_dtype: Any = None) -
     if reason := unserved(spec.rank, C, pool_PZC.dtype):
         raise ValueError(reason)
     chosen = {**tuning("pallas_kernels.mla_attention"), **(spec.tune or {})}
-    check_page(Z, chosen["block"])
+    check_page(Z, chosen["block"], pool_PZC.dtype)
     tile = Tile(
         N=-(-N // ROW_GROUP) * ROW_GROUP,
         A=spec.rank,
