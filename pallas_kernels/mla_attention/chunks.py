@@ -108,7 +108,9 @@ def _unit(tile: Tile, row: Any, skip: Any, start: Any, count: Any) -> Unit:
     last = lax.div(skip + (M - 1), jnp.int32(tile.N))
     keys = start + jnp.minimum(count, last + 1)
     end, zero = lax.div(keys + (tile.block - 1), jnp.int32(tile.block)), jnp.int32(0)
-    return Unit(row, skip, start, start + count, zero, end, zero, zero)
+    # Zero, too, which the compiler does not see (``Shared.queries``).
+    low = jnp.minimum(skip, 0)
+    return Unit(row, skip, start, start + count, zero, end, zero, low)
 
 
 def _copy(out: Any, y: Any, left: Any, room: Any, columns: Any) -> None:

@@ -86,7 +86,9 @@ class Tile:
         results = TEAM * M * self.out_columns(out_dtype) * out_size
         weights = 0 if self.register_p else TEAM * M * self.block * size
         ring = self.stages * self.block * self.C * size
-        return max(queries, results) + ring + weights + M * 4 + 8 * (3 + 2 * self.stages) + 1024
+        barriers = 8 * (3 + 2 * self.stages)
+        # Each part begins at a multiple of 1024, the logarithms and the barriers too.
+        return max(queries, results) + ring + weights + barriers + 3 * 1024
 
 
 def scratch(tile: Tile, dtype: Any, out_dtype: Any) -> dict[str, Any]:
