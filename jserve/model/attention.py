@@ -110,7 +110,7 @@ class Projected:
 
 
 class Stored(NamedTuple):
-    """How the KV of a layer is kept."""
+    """The KV of a layer as it is kept."""
 
     dtype: Any
     """Of the pool."""
