@@ -109,7 +109,7 @@ class Projected:
     """As of ``AttendArgs``."""
 
 
-class Stored(NamedTuple):
+class KVStored(NamedTuple):
     """The KV of a layer as it is kept."""
 
     dtype: Any
@@ -199,7 +199,7 @@ class AttentionBackend:
     decode: DecodeKernels | None = None
     experts: ExpertKernel | None = None
     for_experts: bool = False
-    check: Callable[[int, Stored, TreeShape], None] = lambda *_: None
+    check: Callable[[int, KVStored, TreeShape], None] = lambda *_: None
 
     def pool_shapes(
         self, heads: int, width: int, n_pages: int, page_size: int
@@ -248,7 +248,7 @@ def check_layers(
                 field="attention_backend",
             )
         if kind.latent is None:
-            attention.check(kind.H, Stored(jnp.dtype(stored), form, page_size), tree)
+            attention.check(kind.H, KVStored(jnp.dtype(stored), form, page_size), tree)
         elif attention.attend_latent is None:
             raise ConfigError(
                 f"attention_backend {attention.name} does not serve the latent attention of"
