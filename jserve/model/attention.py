@@ -109,8 +109,8 @@ class Projected:
     """As of ``AttendArgs``."""
 
 
-class Stored(NamedTuple):
-    """How the KV of a layer is kept."""
+class KVStored(NamedTuple):
+    """The KV of a layer as it is kept."""
 
     dtype: Any
     """Of the pool."""
@@ -200,7 +200,7 @@ class AttentionBackend:
     decode: DecodeKernels | None = None
     experts: ExpertKernel | None = None
     for_experts: bool = False
-    check: Callable[[int, Stored, TreeShape], None] = lambda *_: None
+    check: Callable[[int, KVStored, TreeShape], None] = lambda *_: None
     check_latent: Callable[[Latent, Any, TreeShape], None] = lambda *_: None
 
     def pool_shapes(
@@ -250,7 +250,7 @@ def check_layers(
                 field="attention_backend",
             )
         if kind.latent is None:
-            attention.check(kind.H, Stored(jnp.dtype(stored), form, page_size), tree)
+            attention.check(kind.H, KVStored(jnp.dtype(stored), form, page_size), tree)
         elif attention.attend_latent is None:
             raise ConfigError(
                 f"attention_backend {attention.name} does not serve the latent attention of"

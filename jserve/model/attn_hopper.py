@@ -29,9 +29,9 @@ from jserve.model.attention import (
     AttendArgs,
     AttentionBackend,
     ExpertKernel,
+    KVStored,
     LatentArgs,
     LayerKV,
-    Stored,
 )
 from jserve.model.attn_dense import DENSE
 from jserve.model.attn_latent import absorbed, with_values
@@ -136,7 +136,7 @@ def placed(numbers: jax.Array) -> jax.Array:
     return jnp.maximum(numbers, 0)
 
 
-def check(H: int, stored: Stored, tree: TreeShape) -> None:
+def check(H: int, stored: KVStored, tree: TreeShape) -> None:
     """Refuse what the kernels do not do, by the name of the option that asks for it."""
     if stored.form and stored.form not in SERVED:
         raise ConfigError(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model import native
-from jserve.model.attention import AttendArgs, LayerKV, Stored
+from jserve.model.attention import AttendArgs, KVStored, LayerKV
 from jserve.model.attn_xla import XLA
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import StepView
@@ -45,7 +45,7 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     )
 
 
-def check(H: int, stored: Stored, tree: TreeShape) -> None:
+def check(H: int, stored: KVStored, tree: TreeShape) -> None:
     dtype = stored.dtype
     if dtype != jnp.uint16 or H % native.HEAD_MULTIPLE or H > native.MOST_HEAD:
         raise ConfigError(

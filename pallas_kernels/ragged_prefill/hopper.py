@@ -338,7 +338,7 @@ def _scales_seen(job: _Job, scales, j) -> Any:
 
 
 def _of_keys(job: _Job, slot, _) -> Any:
-    """What each key of a block is multiplied by."""
+    """The factor of each key of a block."""
     return flash.by_column(job.sm["k_scale"].at[slot])
 
 

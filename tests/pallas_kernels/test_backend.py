@@ -15,7 +15,7 @@ from jserve.errors import ConfigError
 from jserve.kv_layout import KV_FORMS, stored_width
 from jserve.model import attn_hopper
 from jserve.model.arch import resized, with_kv_forms
-from jserve.model.attention import AttendArgs, Stored, backend, check_layers
+from jserve.model.attention import AttendArgs, KVStored, backend, check_layers
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.hand import Row, pack
 from jserve.model.kv_bytes import BYTES, widened
@@ -211,32 +211,32 @@ def test_a_level_of_a_tree_agrees_with_ref() -> None:
     np.testing.assert_allclose(outs[1], outs[0], atol=2e-2)
 
 
-BF16 = Stored(jnp.dtype(jnp.bfloat16))
+BF16 = KVStored(jnp.dtype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
     ("H", "kv", "shape", "field"),
     [
         (80, BF16, (), "attention_backend"),
-        (256, Stored(E4M3), (), "kv_cache_dtype"),
+        (256, KVStored(E4M3), (), "kv_cache_dtype"),
         (256, BF16, TREE, "speculative.tree"),
-        (256, Stored(BYTES, INT8), (), "kv_cache_dtype"),
-        (128, Stored(BYTES, INT4), (), "kv_cache_dtype"),
-        (128, Stored(BYTES, "float32"), (), "kv_cache_dtype"),
-        (64, Stored(BYTES, INT8, 16), (), "page_size"),
+        (256, KVStored(BYTES, INT8), (), "kv_cache_dtype"),
+        (128, KVStored(BYTES, INT4), (), "kv_cache_dtype"),
+        (128, KVStored(BYTES, "float32"), (), "kv_cache_dtype"),
+        (64, KVStored(BYTES, INT8, 16), (), "page_size"),
     ],
 )
 def test_what_is_not_served_is_refused_by_option(
-    H: int, kv: Stored, shape: TreeShape, field: str
+    H: int, kv: KVStored, shape: TreeShape, field: str
 ) -> None:
     attn = backend("hopper", "cuda")
     with pytest.raises(ConfigError, match=field) as e:
         attn.check(H, kv, shape)
     assert e.value.field == field
     attn.check(256, BF16, ())
-    attn.check(128, Stored(E4M3), TREE)
-    attn.check(64, Stored(BYTES, INT8, 32), TREE)
-    attn.check(256, Stored(BYTES, "bfloat16", 16), ())
+    attn.check(128, KVStored(E4M3), TREE)
+    attn.check(64, KVStored(BYTES, INT8, 32), TREE)
+    attn.check(256, KVStored(BYTES, "bfloat16", 16), ())
 
 
 def test_layers_that_are_not_served_are_refused_by_family() -> None:
