@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import jax
 import pytest
@@ -76,6 +77,8 @@ def test_each_fault_costs_one_case(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RECORD", str(tmp_path / "gpu.jsonl"))
     with monkeypatch.context() as faulty:
         faulty.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
+        # So that the hang leaves time for the next stage.
+        faulty.setitem(gpu.STAGES, "facts", replace(gpu.STAGES["facts"], seconds=18))
         out = ["--tiny", "--only", "facts,peers", "--out", str(tmp_path)]
         assert gpu.main([*out, "--budget", "240"]) == 1
     ends = {x["stage"]: x for x in lines(tmp_path) if x["name"] == "end"}
