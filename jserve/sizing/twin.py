@@ -110,6 +110,7 @@ def _in_place_of(eqn: core.JaxprEqn, given: Any, out: Any) -> Iterator[core.Jaxp
     shape = jax.ShapeDtypeStruct(given.aval.shape, given.aval.dtype)
     local = jax.make_jaxpr(_stand_in(eqn, out.aval.shape))(shape).jaxpr
     [result] = local.outvars
+    assert result.aval.shape == out.aval.shape, f"no stand-in for {eqn.primitive.name}"
     places: dict[Any, Any] = {local.invars[0]: given, result: out}
 
     def placed(x: Any) -> Any:

@@ -1,0 +1,25 @@
+"""The figures of ``bench.grpo``, read from what the example prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.grpo import figures
+
+SAID = """update 1: reward 0.211, log-probabilities differ by 1.3e-05
+update 2: reward 0.375, log-probabilities differ by 9.0e-06
+at the end: reward 0.500
+"""
+
+
+def test_figures_are_those_of_every_update_and_of_the_end() -> None:
+    found = figures(SAID)
+    assert found["updates"] == 2
+    assert found["rewards"] == [0.211, 0.375, 0.5]
+    assert found["rise"] == pytest.approx(0.289)
+    assert found["largest_difference"] == 1.3e-5
+
+
+def test_a_run_without_an_end_has_no_figures() -> None:
+    with pytest.raises(IndexError):
+        figures(SAID.rsplit("at the end", 1)[0])
