@@ -22,6 +22,7 @@ from jserve.sim import traffic
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.simulate import limits_of
 from tests.fleet.direct import direct_route
+from tests.fleet.fakes import HostClient
 from tests.fleet.test_face import World, answers, begun, requests, undisturbed, until
 from tests.fleet.test_route import PAGE, asked, candidates, held, index, view
 from tests.sim.test_fleet import RAMP, setup
@@ -102,7 +103,14 @@ def test_the_longest_waits_are_looked_at_and_no_more_than_so_many():
     assert not longest_waits([waiting(0.0), waiting(-1.0)])
 
 
-async def test_those_who_wait_go_to_a_replica_that_joins():
+async def test_those_who_wait_go_to_a_replica_that_joins(monkeypatch):
+    cancelled, cancel = [], HostClient.cancel
+
+    def noted(self: HostClient, request_id: str, index: int | None = None) -> None:
+        cancelled.append(self._name)
+        cancel(self, request_id, index)
+
+    monkeypatch.setattr(HostClient, "cancel", noted)
     asked = requests(8, 60)
     whole = await undisturbed(asked)
     async with World(1, max_num_seqs=1) as world:
@@ -117,6 +125,7 @@ async def test_those_who_wait_go_to_a_replica_that_joins():
         assert await asyncio.wait_for(running, 30.0) == whole
         second = fleet.members[1]
         assert second.n_requests == fleet.counters["moved"] < before
+        assert cancelled == ["r0"] * second.n_requests, "nobody works for them there"
         assert fleet.counters["engine_deaths"] == 0
         await until(lambda: not fleet._streams)
         assert not len(fleet._placement.sent)
