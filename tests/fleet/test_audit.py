@@ -43,7 +43,7 @@ class World:
     async def done(self) -> None:
         await until(lambda: not len(self.audits))
         assert not len(self.fleet._placement.sent)
-        assert not any(self.fleet._router.pages._counts.values())
+        assert not self.fleet._router.pages._sent._root.below
         await until(lambda: not any(one.stats.running for one in self.fleet.members))
 
 

@@ -54,7 +54,7 @@ class World:
         await until(lambda: not any(one.streams for one in fleet.members))
         assert not len(self.hedging)
         assert not len(fleet._placement.sent)
-        assert not any(fleet._router.pages._counts.values())
+        assert not fleet._router.pages._sent._root.below
         await until(lambda: not any(one.stats.running for one in fleet.members))
 
 
