@@ -428,15 +428,15 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     _arrived(team, "k", slot)
     low = start + (tile.base - tile.window + 1) if tile.window else 0
     seen = (at, low, length) if masked else None
-    read = partial(_scales, team, slot, seen) if tile.scaled else None
-    during = partial(_arrived, team, "v", slot, read) if tile.widens else lambda: None
-    k, of_keys = _multiplied(team, "k", slot), (lambda found: found[0]) if tile.scaled else None
-    x, factors = flash.scores_while(q, k, tile.scale, tile.soft_cap, during, of_keys)
+    issued = partial(_arrived, team, "v", slot) if tile.widens else None
+    of_keys = partial(_key_scales, team, slot) if tile.scaled else None
+    k = _multiplied(team, "k", slot)
+    x = flash.scores(q, k, tile.scale, tile.soft_cap, issued, of_keys)
     if masked:
         x = _mask(team, x, at, start, length)
     p, keep, m, total = flash.weights(x, sums)
     if tile.scaled:
-        p = p * flash.along_columns(factors[1], p)
+        p = p * flash.along_columns(_value_scales(team, slot, seen), p)
     if not tile.widens:
         _arrived(team, "v", slot)
     v = _multiplied(team, "v", slot).at[:, pl.ds(part * tile.chunk, tile.chunk)]
@@ -449,22 +449,28 @@ def _block(team: _Team, q, start, length, base, part, i, sums: Sums, *, masked: 
     return Sums(o, m, total)
 
 
-def _arrived(team: _Team, name: str, slot: Any, read: Any = None) -> Any:
-    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free. Gives what
-    ``read`` finds in it before that."""
+def _arrived(team: _Team, name: str, slot: Any) -> None:
+    """Wait for a block's keys or values; of 8 bits, make them wider. Once both are, their slot is free, but for
+    scales, which ``_value_scales`` reads last."""
     plgpu.barrier_wait(team.barrier(f"{name}_here", slot))
-    found = read() if read else None
     if team.tile.widens:
         flash.widen(team.room(name).at[slot], team.room(f"{name}_wide"))
-        if name == "v":
+        if name == "v" and not team.tile.scaled:
             plgpu.barrier_arrive(team.barrier("free", slot))
+
+
+def _key_scales(team: _Team, slot: Any, _: Any) -> Any:
+    """Of the keys of a block."""
+    return flash.by_column(team.room("k_scale").at[slot])
+
+
+def _value_scales(team: _Team, slot: Any, seen: Any) -> Any:
+    """Of the values of a block, zero of those that are not ``seen``, if that says which are. They are read only when
+    they are used, since a block's scales in registers beside its scores are more than there are."""
+    scales = team.room("v_scale").at[slot]
+    found = flash.seen_scales(scales, *seen) if seen else flash.by_column(scales)
+    plgpu.barrier_arrive(team.barrier("free", slot))
     return found
-
-
-def _scales(team: _Team, slot: Any, seen: Any) -> tuple[Any, Any]:
-    """Of the keys and of the values of a block; of values that are not ``seen``, if that says which are, zero."""
-    k, v = (team.room(f"{name}_scale").at[slot] for name in ("k", "v"))
-    return flash.by_column(k), flash.seen_scales(v, *seen) if seen else flash.by_column(v)
 
 
 def _multiplied(team: _Team, name: str, slot: Any) -> Any:

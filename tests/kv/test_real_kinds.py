@@ -87,6 +87,7 @@ def test_drafts_change_no_token(kind):
     assert max(rig.accepted) == 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_equals_cold_also_through_host_memory(kind):
     check_hit_lengths(runner(kind), 25)

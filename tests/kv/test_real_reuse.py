@@ -71,6 +71,7 @@ def test_the_host_pool_has_the_pages_that_were_asked_for():
     assert runner().limits.n_host_pages == N_HOST
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n_prompt", [7, 8, 9, 16, 17, 25, 40])
 def test_cached_equals_cold_at_every_hit_length_around_page_borders(n_prompt):
     check_hit_lengths(runner(), n_prompt)
@@ -270,6 +271,7 @@ def test_the_simulator_decides_as_the_real_engine_did(tmp_path, overlap):
     assert (done.n_requests, done.n_steps) == (12, scheduler.n_steps)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n_prompt", [9, 40])
 def test_cached_equals_cold_in_8_bits(n_prompt):
     """Also through host memory, which holds four times the pages of float32."""

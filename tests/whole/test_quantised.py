@@ -18,7 +18,7 @@ from tests.whole.test_equalities import check_workload, compare
 from tests.whole.test_speculation import KINDS, check
 
 SLOW = pytest.mark.slow
-QUICK = ("int8", "zeros")
+QUICK = ("int8",)
 
 
 def cases(*names: str) -> list[Any]:
