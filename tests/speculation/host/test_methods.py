@@ -117,7 +117,7 @@ def _always(drafting):
     """All drafts of every row."""
 
     def choose(ready, load):
-        return [drafting._drafts(seq) for seq in ready]
+        return [drafting._found(seq) for seq in ready]
 
     return choose
 
