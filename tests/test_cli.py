@@ -14,7 +14,7 @@ import typer
 from safetensors.flax import load_file, save_file
 from typer.testing import CliRunner
 
-from jserve import cli, cli_options, commands
+from jserve import cli, cli_options, serve_commands
 from jserve.config import EngineConfig, sections
 from jserve.errors import ConfigError
 
@@ -299,7 +299,7 @@ def test_the_options_of_health_and_readiness_reach_the_engine(monkeypatch) -> No
     }
     config = EngineConfig.of(**given, max_restarts=1, stall_timeout_s=50.0)
     with pytest.raises(ConfigError, match="seen"):
-        asyncio.run(commands._serve(config, None, None))  # type: ignore[arg-type]
+        asyncio.run(serve_commands._serve(config, None, None))  # type: ignore[arg-type]
     limits = dataclasses.asdict(seen.pop("health"))
     assert {f"ready_{name}": value for name, value in limits.items()} == given
     assert seen == {"max_restarts": 1, "stall_timeout_s": 50.0}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jserve import commands
+from jserve import serve_commands
 from jserve.config import EngineConfig
 from jserve.types import NOTHING_LEFT
 from tests.api import fake
@@ -107,7 +107,7 @@ def test_a_server_keeps_what_its_engine_calls_taps(allowed: bool, kept: tuple[st
     text = SimpleNamespace(name="m", aliases=(), eos_ids=(), defaults={})
     info = {"max_model_len": 8, "vocab_size": 9, "taps": ["echo"]}
     config = EngineConfig.of(allow_taps=allowed)
-    assert commands._card(config, text, info).taps == kept  # type: ignore[arg-type]
+    assert serve_commands._card(config, text, info).taps == kept  # type: ignore[arg-type]
 
 
 async def test_custom_params_are_asked_of_features_too(made: World) -> None:
