@@ -29,19 +29,8 @@ LatentSizes = tuple[int, int, int, int]
 """Of latent attention: numbers of a head's own key, of the shared one, of a latent, of a head's value."""
 
 
-def command(
-    name: str,
-    H: int,
-    G: int,
-    page_size: int,
-    dtype: str,
-    experts: tuple[int, int] | None = None,
-    latent: LatentSizes | None = None,
-) -> list[str]:
-    """The command that runs the cases of attention backend ``name`` with heads of ``H``, ``G`` a kv head, and KV stored
-    as ``dtype`` or in the form of that name; ``experts``: the width of the model, and a device's share of that of an
-    expert, if it has any; ``latent``: of latents, which ``G`` heads share."""
-    case = (name, H, G, page_size, dtype, experts, latent)
+def command(*case: Any) -> list[str]:
+    """The command of a child that runs ``differs`` with these arguments."""
     return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
 
 
@@ -83,7 +72,16 @@ def differs(
     experts: tuple[int, int] | None = None,
     latent: LatentSizes | None = None,
 ) -> str:
-    """Run the cases in this process; returns those that differ from the reference, and by how much."""
+    """Run the cases of an attention backend in this process; returns those that differ from ``ref``, and by how much.
+
+    Args:
+        name: of the backend.
+        H: numbers of a head.
+        G: query heads of a kv head.
+        dtype: in which KV is stored, or the form of that name.
+        experts: the width of the model, and a device's share of that of an expert; None: it has none.
+        latent: of latents, which ``G`` heads share; None: attention is over heads.
+    """
     import jax
     import numpy as np
 

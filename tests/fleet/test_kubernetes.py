@@ -140,8 +140,10 @@ def test_the_command_prints_both_objects_and_names_a_bad_option() -> None:
 def test_both_objects_are_what_kuberay_and_kubernetes_define(options: Any, pods: Any) -> None:
     text = yaml.safe_dump_all(objects(config(**options), Pods(**pods)))
     ray_service, service = yaml.safe_load_all(text)
-    jsonschema.validate(ray_service, RAY_SERVICE)
-    jsonschema.validate(service, SERVICE)
+    assert [
+        str(e) for e in jsonschema.Draft202012Validator(RAY_SERVICE).iter_errors(ray_service)
+    ] == []
+    assert [str(e) for e in jsonschema.Draft202012Validator(SERVICE).iter_errors(service)] == []
 
 
 def test_names_that_refer_to_one_another_exist() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from jserve import shard_commands
 from jserve.cli import app
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.shard_commands import _rank_correlation
 from jserve.sim.roofline import CHIPS
+from jserve.sizing import show_compare
 from jserve.sizing.compare import ShardedCosts, priced, simulation
 from jserve.sizing.explain import explain_sharding
 from jserve.sizing.models import find
@@ -153,8 +153,8 @@ def test_the_plot_has_a_bar_for_each_sharding(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "shard", MINI, *words, *load])
     assert done.exit_code == 0, done.output
     seen = {"output_tok_s": 12.3, "device_hours_per_m_tokens": 1.5, "usd_per_m_tokens": None}
-    assert shard_commands._cost_in_short(seen) == "12; 1.500 h"
-    assert shard_commands._cost_in_short(seen | {"usd_per_m_tokens": 3.0}) == "12; 1.500 h, $3.000"
+    assert show_compare._cost_in_short(seen) == "12; 1.500 h"
+    assert show_compare._cost_in_short(seen | {"usd_per_m_tokens": 3.0}) == "12; 1.500 h, $3.000"
     said = re.findall(r">([^<>]+)</text>", (tmp_path / "shard.svg").read_text())
     assert "$ a million output tokens, simulated" in said
     refused = CliRunner().invoke(app, ["bench", "shard", MINI, *words[:-1], "shard.png"])
@@ -177,13 +177,13 @@ def test_what_runs_here_has_panels_of_its_own(tmp_path: Path) -> None:
     live = {"step_ms": 9.0, "programs": [program, program]}
     both = [made | {"spec": "tp=2", "live": live}]
     both += [made | {"spec": "by XLA", "live": live | {"programs": []}}]
-    shard_commands._draw(both, tmp_path / "a.svg", "title")
+    show_compare.draw(both, tmp_path / "a.svg", "title")
     said = re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text())
     assert said.count("exposed collectives") == 2
     assert "ms, program of 8 sequences, here" in said
     assert said.count("tp=2") == 5
     assert said.count("by XLA") == 3
-    assert shard_commands._program_in_short(program) == "3, 0.50, 2.00; 5.00"
+    assert show_compare._program_in_short(program) == "3, 0.50, 2.00; 5.00"
 
 
 def test_one_device_has_no_collectives() -> None:
