@@ -247,20 +247,23 @@ def decode_bytes(spans: Iterable[Span], shape: Shape) -> int:
     return sum(s + c for s, c in spans) * 2 * shape.K * shape.vector_bytes
 
 
+EVEN_LOADS: dict[str, list[Span]] = {
+    "1 x 2k": [(2047, 1)],
+    "8 x 2k": [(2047, 1)] * 8,
+    "64 x 2k": [(2047, 1)] * 64,
+    "256 x 2k": [(2047, 1)] * 256,
+    "64 x 8k": [(8191, 1)] * 64,
+    "1 x 128k": [(131071, 1)],
+}
+"""Decode rows of contexts alike."""
+
+
 def _loads(tiny: bool) -> dict[str, list[Span]]:
     if tiny:
         return {"4 x 100": [(99, 1)] * 4}
     skewed = [(int(n), 1) for n in np.random.default_rng(1).lognormal(7, 1.2, 128).clip(16, 60000)]
-    return {
-        "1 x 2k": [(2047, 1)],
-        "8 x 2k": [(2047, 1)] * 8,
-        "64 x 2k": [(2047, 1)] * 64,
-        "256 x 2k": [(2047, 1)] * 256,
-        "64 x 8k": [(8191, 1)] * 64,
-        "1 x 128k": [(131071, 1)],
-        "128 skewed": skewed,
-        "1 of 100k, 63 of 500": [(99999, 1), *[(499, 1)] * 63],
-    }
+    uneven = {"128 skewed": skewed, "1 of 100k, 63 of 500": [(99999, 1), *[(499, 1)] * 63]}
+    return EVEN_LOADS | uneven
 
 
 def decode_times(record: Record) -> None:

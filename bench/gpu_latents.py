@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu_kernels import (
+    EVEN_LOADS,
     L2_BYTES,
     PEAK_BF16,
     READ_BANDWIDTH,
@@ -187,16 +188,7 @@ def mla_tune(record: Record) -> None:
 
 
 def _loads(record: Record) -> dict[str, list[Span]]:
-    if record.tiny:
-        return {"2 x 70": [(69, 1)] * 2}
-    return {
-        "1 x 2k": [(2047, 1)],
-        "8 x 2k": [(2047, 1)] * 8,
-        "64 x 2k": [(2047, 1)] * 64,
-        "256 x 2k": [(2047, 1)] * 256,
-        "64 x 8k": [(8191, 1)] * 64,
-        "1 x 128k": [(131071, 1)],
-    }
+    return {"2 x 70": [(69, 1)] * 2} if record.tiny else EVEN_LOADS
 
 
 def _prompts(record: Record) -> dict[str, list[Span]]:

@@ -94,7 +94,7 @@ def params(temperature: float = 0.0, structured: Any = None, **extra: Any) -> Sa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_bias_and_penalties_act_on_what_it_gives(llm: LLM) -> None:
-    """In vLLM's order: were it the other way around, the processor, which looks at nothing, would undo them."""
+    """They come after it: were it the other way around, the processor, which looks at nothing, would undo them."""
     first, second = llm.generate([PROMPT], params(), use_tqdm=False)[0].prompt_token_ids[:2]
     assert first != second
 
