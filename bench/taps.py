@@ -5,7 +5,10 @@ Two engines of one model, turn by turn: one without taps, one that has them regi
 is made of a point on the device. The programs of steps without taps are compared as text. Figures are medians of
 ratios within a turn, so that a machine that is not quiet spoils few of them.
 
-    python -m bench.taps [--rows 8] [--turns 9] [--json F]
+    python -m bench.taps [DIR/llama-1b] [--rows 8] [--turns 9] [--json F]
+
+The values of a step cost a few tenths of a millisecond of the host whatever the model, so their share is that of the
+model that is given; by default the shipped one.
 """
 
 from __future__ import annotations
@@ -67,13 +70,13 @@ def step_ms(llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: s
     return float(np.median(np.concatenate(gaps))) * 1e3
 
 
-def measure(n_rows: int, turns: int, n_tokens: int) -> dict[str, Any]:
+def measure(path: str, n_rows: int, turns: int, n_tokens: int) -> dict[str, Any]:
     options: dict[str, Any] = OPTIONS | {"max_num_seqs": n_rows}
-    with LLM(str(build.shipped()), **options) as without:
+    with LLM(path, **options) as without:
         before = digests(without)
         register_feature(tap("bench_whole", POINT))
         register_feature(tap("bench_size", POINT, reduce=lambda x_PD: (x_PD**2).sum()))
-        with LLM(str(build.shipped()), **options) as having:
+        with LLM(path, **options) as having:
             after = digests(having)
             cells: dict[str, list[float]] = {"no taps there": []} | {k: [] for k in KINDS}
             for turn in range(turns + 1):
@@ -89,6 +92,7 @@ def measure(n_rows: int, turns: int, n_tokens: int) -> dict[str, Any]:
         for name, ms in cells.items()
     }
     return {
+        "model": Path(path).name,
         "rows": n_rows,
         "programs_without_taps": len(before),
         "same_text": before == after,
@@ -100,12 +104,13 @@ def measure(n_rows: int, turns: int, n_tokens: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: programs without taps are the same text. 1: they are not."""
     parser = argparse.ArgumentParser(prog="bench.taps", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", default=str(build.shipped()), help="model directory")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence in a turn")
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args(argv)
-    found = measure(args.rows, args.turns, args.tokens)
+    found = measure(args.model, args.rows, args.turns, args.tokens)
     print(json.dumps(found))
     if args.json is not None:
         record = probe.record("taps", {"turns": args.turns, "tokens": args.tokens}, [found])

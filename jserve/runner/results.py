@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jserve.model.feature import StepFeature
 from jserve.model.feature_logits import fault_of
 from jserve.model.features import SCORE
 from jserve.model.step import StepOut
@@ -24,7 +25,8 @@ def wanted(plan: StepPlan, batch: StepBatch, out: StepOut) -> list[jax.Array]:
     asked = (out.top_ids_RJL, out.top_logprobs_RJL, out.rank_RJ, out.picked_RJK)
     chosen = jax.tree.leaves(asked) if batch.flags & LOGPROBS else []
     prompt = [out.prompt[name] for name in {n for row in plan.rows for n in row.prompt_features}]
-    return [out.packed_RX, *chosen, *jax.tree.leaves(out.extra), *prompt]
+    given = [out.extra[feature.name] for feature in _asked(plan, batch.bucket)]
+    return [out.packed_RX, *chosen, *jax.tree.leaves(given), *prompt]
 
 
 def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) -> StepResult:
@@ -38,10 +40,10 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         feature.name: feature.unpack(
             jax.tree.map(np.asarray, out.extra[feature.name]), plan.rows, at
         )
-        for feature in batch.bucket.features
+        for feature in _asked(plan, batch.bucket)
     }
 
-    def asked(x: jax.Array | None) -> np.ndarray | None:
+    def of_chosen(x: jax.Array | None) -> np.ndarray | None:
         return np.asarray(x)[rows] if has_top and x is not None else None
 
     return StepResult(
@@ -50,15 +52,20 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         faults=_faults(batch.bucket, picked_RX[:, 1]),
         tokens_RJ=picked_RX[:, 2 : 2 + J],
         logprob_RJ=np.ascontiguousarray(picked_RX[:, 2 + J :]).view(np.float32),
-        top_ids_RJL=asked(out.top_ids_RJL),
-        top_logprobs_RJL=asked(out.top_logprobs_RJL),
-        rank_RJ=asked(out.rank_RJ),
-        picked_RJK=asked(out.picked_RJK),
+        top_ids_RJL=of_chosen(out.top_ids_RJL),
+        top_logprobs_RJL=of_chosen(out.top_logprobs_RJL),
+        rank_RJ=of_chosen(out.rank_RJ),
+        picked_RJK=of_chosen(out.picked_RJK),
         prompt=given.pop(SCORE.name, {}),
         extra={name: values for name, values in given.items() if values},
         prompt_extra=_of_prompts(plan, out),
         device_us=device_us,
     )
+
+
+def _asked(plan: StepPlan, bucket: Bucket) -> list[StepFeature]:
+    """The features of the program that a row of the plan asks for; the others' values stay on the device."""
+    return [feature for feature in bucket.features if feature.needed(plan.rows)]
 
 
 def _faults(bucket: Bucket, code_R: np.ndarray) -> dict[int, tuple[str, str]]:

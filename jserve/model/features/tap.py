@@ -51,7 +51,7 @@ def tap(name: str, *points: str, reduce: Reduce | None = None, prompt: bool = Fa
         is_tap=True,
         check=partial(_check, (True, PROMPT) if prompt else (True,)),
         after=partial(_after, reduce or (lambda x_PD: x_PD)),
-        unpack=_unpack,
+        unpack=partial(_unpack, name),
         of_prompt=_of_prompt if prompt else None,
         after_prompt=partial(_after_prompt, reduce) if prompt else None,
     )
@@ -82,6 +82,8 @@ def _after_prompt(reduce: Reduce | None, target: Target, outcome: StepOutcome) -
 
 
 def _unpack(
-    found_RJX: np.ndarray, rows: Sequence[RowPlan], at: Sequence[int]
+    name: str, found_RJX: np.ndarray, rows: Sequence[RowPlan], at: Sequence[int]
 ) -> dict[int, list[Any]]:
-    return {i: found_RJX[r].tolist() for i, r in enumerate(at)}
+    places = enumerate(zip(rows, at, strict=True))
+    asks = [(i, r) for i, (row, r) in places if name in row.choice.request.params.extra_args]
+    return {i: found_RJX[r].tolist() for i, r in asks}
