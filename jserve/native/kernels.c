@@ -769,8 +769,8 @@ static const Level WIDENED_LEVELS[N_LEVELS] = {
 static const Level ROUNDED_LEVELS[N_LEVELS] = {
     {int8_bytes, plain_round_pack, plain_round_rows, plain_silu},
 #if X86
-    {int8_bytes, plain_round_pack, avx2_round_rows, avx2_silu},
-    {int8_bytes, plain_round_pack, avx2_round_rows, avx512f_silu},
+    {whole_bytes, avx2_round_pack, avx2_round_rows, avx2_silu},
+    {whole_bytes, avx2_round_pack, avx2_round_rows, avx512f_silu},
     {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
 #endif
 };

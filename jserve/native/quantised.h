@@ -236,24 +236,117 @@ WIDENED(bf16)
 ROWS_OF(int8)
 ROWS_OF(e4m3)
 
-/* Rounded x against int8 by products of 16-bit integers. */
-T_AVX2 static void avx2_round_rows(const Product *p, i64 n0, i64 n1, Target t) {
-  const i64 width = up_to(p->K, 64);
-  for (i64 n = n0; n < n1; n++)
-    for (i64 i = 0; i < p->L; i++) {
-      const int8_t *x = (const int8_t *)p->packed + i * width, *w = (const int8_t *)p->q + n * p->K;
-      __m256i sums = _mm256_setzero_si256();
-      i64 k = 0;
-      for (; k + 16 <= p->K; k += 16) {
-        __m256i a = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(x + k)));
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + k)))));
-      }
-      __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-      four = _mm_hadd_epi32(four, four);
-      int32_t sum = _mm_cvtsi128_si32(_mm_hadd_epi32(four, four));
-      for (; k < p->K; k++) sum += x[k] * w[k];
-      at(t, i)[n - n0] = scaled_sum(p, i, n, sum);
+/* --- rounded x against int8 by products of 16-bit integers ---
+ *
+ * x as 16-bit numbers: of one row as they are, else [ceil(L / 4)][ceil(K / 16)][4 rows][16]. */
+
+static size_t whole_bytes(i64 L, i64 K) { return (size_t)(up_to(L, 4) * up_to(K, 16)) * sizeof(int16_t); }
+
+/* Up to 8 values from x on, of which there are ``n``. */
+T_AVX2 INLINE __m256 some8(const float *x, i64 n) {
+  if (n >= 8) return _mm256_loadu_ps(x);
+  __m256 v = _mm256_setzero_ps();
+  memcpy(&v, x, (size_t)max64(n, 0) * sizeof *x);
+  return v;
+}
+
+/* 16 values from x on, of which there are ``n``, rounded; zeros where the row is not finite. */
+T_AVX2 INLINE __m256i rounded16(const float *x, i64 n, float scale) {
+  if (!(scale == scale)) return _mm256_setzero_si256();
+  __m256i low = _mm256_cvtps_epi32(_mm256_div_ps(some8(x, n), _mm256_set1_ps(scale)));
+  __m256i high = _mm256_cvtps_epi32(_mm256_div_ps(some8(x + min64(n, 8), n - 8), _mm256_set1_ps(scale)));
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+}
+
+T_AVX2 INLINE int32_t avx2_most_bits(const float *x, i64 K) {
+  const __m256 size = (__m256)_mm256_set1_epi32(0x7fffffff);
+  __m256i most = _mm256_setzero_si256();
+  for (i64 k = 0; k < K; k += 8)
+    most = _mm256_max_epi32(most, (__m256i)_mm256_and_ps(some8(x + k, K - k), size));
+  int32_t each[8], found = 0;
+  _mm256_storeu_si256((__m256i *)each, most);
+  for (int j = 0; j < 8; j++) found = each[j] > found ? each[j] : found;
+  return found;
+}
+
+T_AVX2 static void avx2_round_pack(const Product *p, i64 i0, i64 i1) {
+  const i64 width = up_to(p->K, 16), rows = p->few && p->L == 1 ? 1 : 4;
+  int16_t *to = (int16_t *)p->packed + i0 * width;
+  if (i1 == p->L) memset(to, 0, (size_t)((up_to(i1, 4) - i0) * width) * sizeof *to);
+  for (i64 i = i0; i < i1; i++) {
+    const float *x = p->x + p->row[i] * p->K;
+    int16_t *at_row = to + (i - i0) / rows * rows * width + (i - i0) % rows * 16;
+    p->rounded[i].scale = scale_of_most(avx2_most_bits(x, p->K));
+    for (i64 k = 0; k < p->K; k += 16)
+      _mm256_storeu_si256((__m256i *)(at_row + k * rows), rounded16(x + k, p->K - k, p->rounded[i].scale));
+  }
+}
+
+T_AVX2 INLINE __m256i whole16(const uint8_t *w, i64 n) {
+  __m128i v = _mm_setzero_si128();
+  if (n >= 16)
+    v = _mm_loadu_si128((const __m128i *)w);
+  else
+    memcpy(&v, w, (size_t)n);
+  return _mm256_cvtepi8_epi16(v);
+}
+T_AVX2 INLINE __m256i plus_products(__m256i sum, __m256i a, const int16_t *x) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, _mm256_loadu_si256((const __m256i *)x)));
+}
+T_AVX2 INLINE __m128i four_sums(__m256i a, __m256i b, __m256i c, __m256i d) {
+  __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+  return _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+
+T_AVX2 INLINE int32_t whole_one(const int16_t *x, const uint8_t *w, i64 K) {
+  __m256i a = _mm256_setzero_si256(), b = a;
+  i64 k = 0;
+  for (; k + 32 <= K; k += 32) {
+    a = plus_products(a, whole16(w + k, 16), x + k);
+    b = plus_products(b, whole16(w + k + 16, 16), x + k + 16);
+  }
+  for (; k < K; k += 16) a = plus_products(a, whole16(w + k, K - k), x + k);
+  return _mm_cvtsi128_si32(four_sums(_mm256_add_epi32(a, b), a, a, a));
+}
+
+/* To y: the sums of two weight rows and four rows of x. */
+T_AVX2 INLINE void whole_tile(const int16_t *x, const uint8_t *w0, const uint8_t *w1, i64 K, __m128i *y) {
+  __m256i z = _mm256_setzero_si256(), a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
+  for (i64 k = 0; k < K; k += 16, x += 64) {
+    const __m256i v0 = whole16(w0 + k, K - k), v1 = whole16(w1 + k, K - k);
+    a0 = plus_products(a0, v0, x), a1 = plus_products(a1, v0, x + 16);
+    a2 = plus_products(a2, v0, x + 32), a3 = plus_products(a3, v0, x + 48);
+    b0 = plus_products(b0, v1, x), b1 = plus_products(b1, v1, x + 16);
+    b2 = plus_products(b2, v1, x + 32), b3 = plus_products(b3, v1, x + 48);
+  }
+  y[0] = _mm_add_epi32(y[0], four_sums(a0, a1, a2, a3));
+  y[1] = _mm_add_epi32(y[1], four_sums(b0, b1, b2, b3));
+}
+
+/* TILED rows of x, or what there is of them, meet TILED_N weight rows in parts of ``part`` numbers. */
+T_AVX2 INLINE void whole_many(const Product *p, i64 n0, i64 n1, Target t, i64 part) {
+  const i64 K = p->K, width = up_to(K, 16);
+  for (i64 first = n0; first < n1; first += TILED_N)
+    for (i64 i0 = 0; i0 < p->L; i0 += TILED) {
+      const i64 end = min64(n1, first + TILED_N), rows = min64(p->L - i0, TILED);
+      __m128i y[TILED / 4][TILED_N + 1];
+      memset(y, 0, sizeof y);
+      for (i64 k = 0; k < K; k += part)
+        for (i64 n = first; n < end; n += 2)
+          for (i64 i = 0; i < rows; i += 4)
+            whole_tile((const int16_t *)p->packed + (i0 + i) * width + 4 * k, p->q + n * K + k,
+                       p->q + min64(n + 1, n1 - 1) * K + k, min64(K - k, part), y[i / 4] + (n - first));
+      for (i64 i = 0; i < rows; i++)
+        for (i64 n = first; n < end; n++)
+          at(t, i0 + i)[n - n0] = scaled_sum(p, i0 + i, n, ((const int32_t *)&y[i / 4][n - first])[i % 4]);
     }
+}
+
+T_AVX2 static void avx2_round_rows(const Product *p, i64 n0, i64 n1, Target t) {
+  if (p->few && p->L == 1)
+    for (i64 n = n0; n < n1; n++) at(t, 0)[n - n0] = scaled_sum(p, 0, n, whole_one(p->packed, p->q + n * p->K, p->K));
+  else
+    whole_many(p, n0, n1, t, p->few ? p->K : 2 * TILED_K);
 }
 
 /* --- AVX512_BF16, which has VNNI: products of an unsigned and a signed byte --- */
