@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence as Seq
 
 from jserve.engine.view import DIGEST_BYTES, PageEvent
 from jserve.fleet.prompts import SentPrompts
-from jserve.kv.tiers import next_digest, root_digest
+from jserve.kv.tiers import TOKEN_BYTES, digest_after, packed, root_digest
 
 
 class PageIndex:
@@ -53,12 +53,10 @@ class PageIndex:
     def known(self, digests: Seq[bytes], n: int) -> list[int]:
         """Pages of the longest prefix of ``digests`` that each of ``n`` replicas holds."""
         found, sent = [0] * n, self._sent.shared(digests)
-        for n_pages, mask in self._held_prefixes(digests, (1 << n) - 1):
+        for n_pages, mask in [*self._held_prefixes(digests, (1 << n) - 1), *sent]:
             for i in _numbers(mask):
-                found[i] = n_pages
-        for n_pages, mask in sent:
-            for i in _numbers(mask):
-                found[i] = max(found[i], n_pages)
+                if n_pages > found[i]:
+                    found[i] = n_pages
         for i in _numbers(self._slides & (1 << n) - 1):
             found[i] = self._one_by_one(digests, i, sent)
         return found
@@ -98,19 +96,22 @@ class PageIndex:
         return len(self._held)
 
 
-def _numbers(mask: int) -> Iterator[int]:
+def _numbers(mask: int) -> list[int]:
     """Of the bits of ``mask``."""
+    found = []
     while mask:
         low = mask & -mask
-        yield low.bit_length() - 1
+        found.append(low.bit_length() - 1)
         mask ^= low
+    return found
 
 
 def digests_of(key: tuple, tokens: Seq[int], page_size: int) -> tuple[bytes, ...]:
     """The names of the full pages of a prompt below the root ``key``, but for a last one that has to be
     computed for its logits: ``bytes[DIGEST_BYTES]`` each."""
     digest, found = root_digest(key), []
-    for at in range(0, len(tokens) - page_size, page_size):
-        digest = next_digest(digest, tokens[at : at + page_size])
+    page_bytes, whole = page_size * TOKEN_BYTES, memoryview(packed(tokens))
+    for at in range(0, len(whole) - page_bytes, page_bytes):
+        digest = digest_after(digest, whole[at : at + page_bytes])
         found.append(digest[:DIGEST_BYTES])
     return tuple(found)

@@ -27,6 +27,9 @@ from dataclasses import dataclass
 from jserve.kv.radix import Node
 from jserve.types import PageFetch, PageMove
 
+TOKEN_BYTES = 8
+"""Of a token in what digests are made of."""
+
 
 def root_digest(key: tuple) -> bytes:
     """16 bytes that name the empty prefix of a tenant, salt and adapter."""
@@ -49,7 +52,17 @@ def digest_of(node: Node) -> bytes:
 
 def next_digest(digest: bytes, tokens: Seq[int]) -> bytes:
     """The digest of the prefix named by ``digest`` and one more page of ``tokens``."""
-    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16, key=digest).digest()
+    return digest_after(digest, packed(tokens))
+
+
+def packed(tokens: Seq[int]) -> bytes:
+    """Tokens as digests are made of them, ``TOKEN_BYTES`` each."""
+    return array("q", tokens).tobytes()
+
+
+def digest_after(digest: bytes, page: bytes | memoryview) -> bytes:
+    """``next_digest`` of a page of packed tokens."""
+    return hashlib.blake2b(page, digest_size=16, key=digest).digest()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
