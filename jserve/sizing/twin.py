@@ -54,7 +54,10 @@ def step_cost(runner: ModelRunner, bucket: Bucket, repeats: int) -> StepCost:
         flat = core.jaxpr_as_fun(without_collectives(closed))(*jax.tree.leaves(args))
         return jax.tree.unflatten(tree, flat)
 
-    programs = [jax.jit(f, donate_argnums=(1,)).lower(*args).compile() for f in (step, twin)]
+    programs = (
+        runner.programs.step(bucket),
+        jax.jit(twin, donate_argnums=(1,)).lower(*args).compile(),
+    )
     params, state, buf = args
     seconds: list[list[float]] = [[], []]
     for turn in range(WARM + repeats):
