@@ -1,9 +1,10 @@
-/* Few rows of x and weights of int8 or four bits, for kernels.c: in groups of 16 or of multiples of 32, or with a scale a row.
+/* Few rows of x and weights of int8, e4m3 or four bits, for kernels.c: in groups of 16 or of multiples of 32, or with a scale a row.
  *
  *   y = sum over groups of scale * (q . x) - (shift, or zero * scale) * sum(x)
  *
  * Nothing is rounded but x. 32 numbers are the bytes of a vector; byte j of each of its eight words, brought to the top of the
- * word, is a number times 2^24, so four vectors of float32 are made of them. x lies in that order and times 2^-24,
+ * word, is a number times 2^24, so four vectors of float32 are made of them, and x is times 2^-24. Of e4m3 it is the upper half of
+ * a float32 (e4m3_bytes) that comes there, and x is as it is. x lies in that order,
  * [rows][ceil(K / 32)][j][word], and behind it the sums of its groups, [rows][a multiple of 8]; rows are a multiple of four. */
 
 #if X86
@@ -17,7 +18,7 @@ static size_t grouped_bytes(i64 L, i64 K) {
 /* Whether these functions serve numbers in such groups. */
 static int fits_grouped(const Product *p) {
   const i64 G = p->K / max64(p->groups, 1);
-  if (p->kind != INT8 && !half_bytes(p->kind)) return 0;
+  if (p->kind != INT8 && p->kind != E4M3 && !half_bytes(p->kind)) return 0;
   return p->groups == 1 || G % GROUPED_BLOCK == 0 || (G == NARROW && p->K % GROUPED_BLOCK == 0);
 }
 
@@ -27,6 +28,7 @@ INLINE const float *group_sums(const Product *p, i64 i) {
 
 static void grouped_pack(const Product *p) {
   const i64 K = p->K, width = grouped_width(K), G = K / p->groups;
+  const float unit = p->kind == E4M3 ? 1 : 0x1p-24f;
   memset(p->packed, 0, (size_t)(up_to(p->L, 4) * (width + up_to(p->groups, 8))) * sizeof(float));
   for (i64 i = 0; i < p->L; i++) {
     const float *x = p->x + p->row[i] * K;
@@ -35,7 +37,7 @@ static void grouped_pack(const Product *p) {
       float sum[8] = {0};
       for (i64 k = g * G; k < (g + 1) * G; k++) {
         const float value = widen(narrow(x[k]));
-        to[k / 32 * 32 + k % 4 * 8 + k % 32 / 4] = value * 0x1p-24f;
+        to[k / 32 * 32 + k % 4 * 8 + k % 32 / 4] = value * unit;
         sum[k % 8] += value;
       }
       for (int j = 0; j < 8; j++) sums[g] += sum[j];
@@ -56,17 +58,26 @@ T_AVX2 INLINE Quads quads(__m256i bytes) {
                  _mm256_cvtepi32_ps(_mm256_and_si256(bytes, top))};
 }
 
-/* Numbers k to k + 31 of a row, of which there are ``n``; with ``half`` of four bits, which ``table`` has. */
-T_AVX2 INLINE Quads numbers32(const uint8_t *row, i64 k, i64 n, int half, __m256i table) {
-  if (half) {
-    __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(row + k / 2)));
-    v = _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_set_epi64x(4, 4, 0, 0)), _mm256_set1_epi8(15));
-    return quads(_mm256_shuffle_epi8(table, v));
-  }
-  if (n >= GROUPED_BLOCK) return quads(_mm256_loadu_si256((const __m256i *)(row + k)));
+T_AVX2 INLINE Quads e4m3_quads(__m256i bytes) {
+  const __m256i top = _mm256_set1_epi32((int)0xff000000), below = _mm256_set1_epi32(0x00ff0000);
+  const Bytes v = e4m3_bytes(bytes);
+#define QUAD(high, low) (__m256)_mm256_or_si256(high, _mm256_and_si256(low, below))
+  return (Quads){QUAD(_mm256_slli_epi32(v.high, 24), _mm256_slli_epi32(v.low, 16)),
+                 QUAD(_mm256_and_si256(_mm256_slli_epi32(v.high, 16), top), _mm256_slli_epi32(v.low, 8)),
+                 QUAD(_mm256_and_si256(_mm256_slli_epi32(v.high, 8), top), v.low),
+                 QUAD(_mm256_and_si256(v.high, top), _mm256_srli_epi32(v.low, 8))};
+#undef QUAD
+}
+
+/* Numbers k to k + 31 of a row, of which there are ``n``. ``kind``: INT8, E4M3, or any of four bits, which ``table`` has. */
+T_AVX2 INLINE Quads numbers32(const uint8_t *row, i64 k, i64 n, int kind, __m256i table) {
+  if (half_bytes(kind)) return quads(_mm256_shuffle_epi8(table, nibbles32(row + k / 2)));
   __m256i v = _mm256_setzero_si256();
-  memcpy(&v, row + k, (size_t)n);
-  return quads(v);
+  if (n >= GROUPED_BLOCK)
+    v = _mm256_loadu_si256((const __m256i *)(row + k));
+  else
+    memcpy(&v, row + k, (size_t)n);
+  return kind == E4M3 ? e4m3_quads(v) : quads(v);
 }
 
 T_AVX2 INLINE __m256 meet(const float *x, Quads w) {
@@ -120,10 +131,10 @@ T_AVX2 INLINE __m256 taken_off(const Product *p, i64 n, const float *sums) {
   }
 
 /* One row of x, four weight rows at once. */
-T_AVX2 INLINE void grouped_one(const Product *p, i64 n0, i64 n1, float *y, int half, int narrow_groups) {
+T_AVX2 INLINE void grouped_one(const Product *p, i64 n0, i64 n1, float *y, int kind, int narrow_groups) {
   const float *x = p->packed;
   const i64 K = p->K, G = K / p->groups;
-  const __m256i table = half ? _mm256_broadcastsi128_si256(four_bit_table(p->kind)) : _mm256_setzero_si256();
+  const __m256i table = _mm256_broadcastsi128_si256(four_bit_table(p->kind));
   for (i64 n = n0; n < n1; n += 4) {
 #define BEGIN(r)                                                                                                       \
   const i64 row##r = min64(n + r, n1 - 1);                                                                             \
@@ -133,7 +144,7 @@ T_AVX2 INLINE void grouped_one(const Product *p, i64 n0, i64 n1, float *y, int h
     FOUR(BEGIN)
 #undef BEGIN
 #define STEP(r)                                                                                                        \
-  s##r = _mm256_fmadd_ps(meet(x + k, numbers32(w##r, k, there, half, table)), block_scales(scale##r, k, g, narrow_groups), s##r);
+  s##r = _mm256_fmadd_ps(meet(x + k, numbers32(w##r, k, there, kind, table)), block_scales(scale##r, k, g, narrow_groups), s##r);
 #define BLOCK(n)                                                                                                       \
   {                                                                                                                    \
     const i64 there = n;                                                                                               \
@@ -157,9 +168,9 @@ T_AVX2 INLINE void grouped_one(const Product *p, i64 n0, i64 n1, float *y, int h
 /* Four rows of x against each weight row; GROUPED_NEAR weight rows meet the four before the next four come. */
 enum { GROUPED_NEAR = 8 };
 
-T_AVX2 INLINE void grouped_four(const Product *p, i64 n0, i64 n1, Target t, int half, int narrow_groups) {
+T_AVX2 INLINE void grouped_four(const Product *p, i64 n0, i64 n1, Target t, int kind, int narrow_groups) {
   const i64 K = p->K, G = K / p->groups, width = grouped_width(K);
-  const __m256i table = half ? _mm256_broadcastsi128_si256(four_bit_table(p->kind)) : _mm256_setzero_si256();
+  const __m256i table = _mm256_broadcastsi128_si256(four_bit_table(p->kind));
   for (i64 first = n0; first < n1; first += GROUPED_NEAR)
     for (i64 i = 0; i < p->L; i += 4)
       for (i64 n = first; n < min64(n1, first + GROUPED_NEAR); n++) {
@@ -169,7 +180,7 @@ T_AVX2 INLINE void grouped_four(const Product *p, i64 n0, i64 n1, Target t, int 
 #define MEET(j) s##j = _mm256_fmadd_ps(meet(x + j * width + k, w), scales, s##j);
 #define BLOCK(n)                                                                                                       \
   {                                                                                                                    \
-    const Quads w = numbers32(row, k, n, half, table);                                                                 \
+    const Quads w = numbers32(row, k, n, kind, table);                                                                 \
     const __m256 scales = block_scales(scale, k, g, narrow_groups);                                                    \
     FOUR(MEET)                                                                                                         \
   }
@@ -190,19 +201,23 @@ T_AVX2 INLINE void grouped_four(const Product *p, i64 n0, i64 n1, Target t, int 
 #undef EACH_BLOCK
 #undef FOUR
 
-T_AVX2 INLINE void grouped_as(const Product *p, i64 n0, i64 n1, Target t, int half, int narrow_groups) {
+T_AVX2 INLINE void grouped_as(const Product *p, i64 n0, i64 n1, Target t, int kind, int narrow_groups) {
   if (p->L == 1)
-    grouped_one(p, n0, n1, at(t, 0), half, narrow_groups);
+    grouped_one(p, n0, n1, at(t, 0), kind, narrow_groups);
   else
-    grouped_four(p, n0, n1, t, half, narrow_groups);
+    grouped_four(p, n0, n1, t, kind, narrow_groups);
 }
 
 T_AVX2 static void grouped_few(const Product *p, i64 n0, i64 n1, Target t) {
   const int narrow_groups = p->groups > 1 && p->K / p->groups == NARROW;
+#define AS(kind) narrow_groups ? grouped_as(p, n0, n1, t, kind, 1) : grouped_as(p, n0, n1, t, kind, 0)
   if (half_bytes(p->kind))
-    narrow_groups ? grouped_as(p, n0, n1, t, 1, 1) : grouped_as(p, n0, n1, t, 1, 0);
+    AS(INT4);
+  else if (p->kind == E4M3)
+    AS(E4M3);
   else
-    narrow_groups ? grouped_as(p, n0, n1, t, 0, 1) : grouped_as(p, n0, n1, t, 0, 0);
+    AS(INT8);
+#undef AS
 }
 
 #define GROUPED(NAME)                                                                                                  \

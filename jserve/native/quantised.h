@@ -111,9 +111,9 @@ static void scale_results(const Product *p, i64 n0, i64 n1, Target t) {
   }
 }
 
-#define WIDENED(NAME)                                                                                                  \
+#define WIDENED(NAME, WIDEN)                                                                                                  \
   static void NAME##_widened(const Product *p, i64 n0, i64 n1, Target t) {                                             \
-    for (i64 n = n0; n < n1; n++) NAME##_widen(p, n, p->room + (n - n0) * p->K);                                       \
+    for (i64 n = n0; n < n1; n++) WIDEN(p, n, p->room + (n - n0) * p->K);                                       \
     Product wide = *p;                                                                                                 \
     wide.w = p->room;                                                                                                  \
     wide.N = n1 - n0;                                                                                                  \
@@ -121,7 +121,7 @@ static void scale_results(const Product *p, i64 n0, i64 n1, Target t) {
     NAME##_rows(&wide, 0, n1 - n0, t);                                                                                 \
     if (scaled_later(p)) scale_results(p, n0, n1, t);                                                                  \
   }
-WIDENED(plain)
+WIDENED(plain, plain_widen)
 
 #if X86
 /* --- the same in vectors --- */
@@ -179,17 +179,90 @@ T_AVX2 INLINE void avx2_store16(bf16 *to, avx2_f x) {
   _mm_storeu_si128((__m128i *)to, _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
 }
 
-T_AVX512F INLINE void avx512f_store16(bf16 *to, avx512f_f x) {
-  avx512f_i bits = (avx512f_i)x, up = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  up = (avx512f_i)avx512f_pick((avx512f_i)(x != x), (avx512f_f)(avx512f_i)_mm512_set1_epi32(0x7fc0), (avx512f_f)up);
-  _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)up));
-}
 T_BF16 INLINE void bf16_store16(bf16 *to, avx512f_f x) { _mm256_storeu_si256((__m256i *)to, rounded((__m512)x)); }
 
-WIDENING(avx2, avx2, T_AVX2, 8, load8, _mm256_cvtepi8_epi32, _mm256_cvtepu8_epi32, avx2_store16)
-WIDENING(avx512f, avx512f, T_AVX512F, 16, load16, _mm512_cvtepi8_epi32, _mm512_cvtepu8_epi32, avx512f_store16)
+WIDENING(avx2_any, avx2, T_AVX2, 8, load8, _mm256_cvtepi8_epi32, _mm256_cvtepu8_epi32, avx2_store16)
 WIDENING(any, avx512f, T_BF16, 16, load16, _mm512_cvtepi8_epi32, _mm512_cvtepu8_epi32, bf16_store16)
 #undef WIDENING
+
+/* --- numbers whose weights are the same everywhere, or all through a group, by bytes (AVX2) ---
+ *
+ * The two bytes of a bfloat16 are looked up or made apart from each other, 32 numbers at once. */
+
+typedef struct {
+  __m256i low, high;
+} Bytes;
+
+/* Of e4m3: where it has an exponent its bits are those of bfloat16, but for the exponent's bias. */
+T_AVX2 INLINE Bytes e4m3_bytes(__m256i v) {
+  const __m256i most = _mm256_set1_epi8(0x7f), size = _mm256_and_si256(v, most);
+  const __m256i highs = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 59, 59, 59, 60, 60, 60, 60, 0, 0, 0, 0, 0, 0, 0, 0));
+  const __m256i lows = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0));
+  __m256i low = _mm256_slli_epi16(_mm256_and_si256(size, _mm256_set1_epi8(15)), 4);
+  __m256i high = _mm256_and_si256(_mm256_srli_epi16(size, 4), _mm256_set1_epi8(7));
+  high = _mm256_add_epi8(high, _mm256_set1_epi8(60));
+  const __m256i small = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), size), nan = _mm256_cmpeq_epi8(size, most);
+  low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(lows, size), small);
+  high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(highs, size), small);
+  high = _mm256_or_si256(high, _mm256_and_si256(nan, most));
+  return (Bytes){_mm256_or_si256(low, _mm256_and_si256(nan, _mm256_set1_epi8((char)0xc0))),
+                 _mm256_or_si256(high, _mm256_andnot_si256(most, v))};
+}
+
+T_AVX2 INLINE void store32(bf16 *to, Bytes v) {
+  const __m256i a = _mm256_unpacklo_epi8(v.low, v.high), b = _mm256_unpackhi_epi8(v.low, v.high);
+  _mm256_storeu_si256((__m256i *)to, _mm256_permute2x128_si256(a, b, 0x20));
+  _mm256_storeu_si256((__m256i *)(to + 16), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+/* 32 numbers of four bits, a byte each, in order. */
+T_AVX2 INLINE __m256i nibbles32(const uint8_t *q) {
+  const __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)q));
+  return _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_set_epi64x(4, 4, 0, 0)), _mm256_set1_epi8(15));
+}
+
+/* The weights of all sixteen numbers of a group. */
+T_AVX2 INLINE Bytes table_of(const Product *p, i64 n, i64 g) {
+  const float scale = scale_of(p, n, g), zero = zero_of(p, n, g), shift = shift_of(p, n, g);
+  bf16 all[16];
+  for (int i = 0; i < 2; i++) {
+    const __m256i some = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(FOUR_BITS[p->kind] + 8 * i)));
+    avx2_store16(all + 8 * i, (__builtin_convertvector((avx2_i)some, avx2_f) - zero) * scale - shift);
+  }
+  const __m256i v = _mm256_loadu_si256((const __m256i *)all), byte = _mm256_set1_epi16(255);
+  const __m256i both = _mm256_packus_epi16(_mm256_and_si256(v, byte), _mm256_srli_epi16(v, 8));
+  const __m256i turned = _mm256_permute4x64_epi64(both, 0xd8); /* all low ones, all high ones */
+  return (Bytes){_mm256_permute2x128_si256(turned, turned, 0x00), _mm256_permute2x128_si256(turned, turned, 0x11)};
+}
+
+T_AVX2 static void avx2_widen(const Product *p, i64 n, bf16 *to) {
+  const uint8_t *row = numbers_of(p, n);
+  const i64 K = p->K, G = K / p->groups;
+  i64 k = 0;
+  if (half_bytes(p->kind) && G % 32 == 0) {
+    for (i64 g = 0; g < p->groups; g++) {
+      const Bytes table = table_of(p, n, g);
+      for (; k < (g + 1) * G; k += 32) {
+        const __m256i v = nibbles32(row + k / 2);
+        store32(to + k, (Bytes){_mm256_shuffle_epi8(table.low, v), _mm256_shuffle_epi8(table.high, v)});
+      }
+    }
+  } else if (p->kind == E4M3 && scaled_later(p) && !p->zero) {
+    for (; k + 32 <= K; k += 32) store32(to + k, e4m3_bytes(_mm256_loadu_si256((const __m256i *)(row + k))));
+    widen_some(p, n, 0, k, K, to);
+  } else if (p->kind == INT8 && scaled_later(p) && !p->zero) {
+    for (; k + 8 <= K; k += 8) { /* whole numbers below 256 lose nothing */
+      const __m256i v = (__m256i)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load8(row + k)));
+      const __m256i up = _mm256_srli_epi32(v, 16);
+      const __m128i eight = _mm_packus_epi32(_mm256_castsi256_si128(up), _mm256_extracti128_si256(up, 1));
+      _mm_storeu_si128((__m128i *)(to + k), eight);
+    }
+    widen_some(p, n, 0, k, K, to);
+  } else {
+    avx2_any_widen(p, n, to);
+  }
+}
 
 /* Numbers without groups or zeros, 32 at a time. */
 T_BF16 INLINE void bf16_widen_exactly(const Product *p, i64 n, bf16 *to, int kind) {
@@ -231,9 +304,9 @@ T_BF16 static void bf16_widen(const Product *p, i64 n, bf16 *to) {
   else
     any_widen(p, n, to);
 }
-WIDENED(avx2)
-WIDENED(avx512f)
-WIDENED(bf16)
+WIDENED(avx2, avx2_widen)
+WIDENED(avx512f, avx2_widen)
+WIDENED(bf16, bf16_widen)
 
 #define ROWS_OF(NAME)                                                                                               \
   static void NAME##_rows(const Product *p, i64 n0, i64 n1, Target t) {                                                \
