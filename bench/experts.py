@@ -2,9 +2,10 @@
 
     python -m bench.experts [--form int4] [--tokens 1,4,16,64,512] [--turns 9] [--level LEVEL] [--json FILE]
 
-Weights and tokens are random, in bfloat16 or a quantised form of it; a turn runs one call of each side. Inputs, and copies of the dense MLP,
-change from turn to turn, so that weights come from memory and not from a cache. GB/s counts each expert that a token
-chose once; ``dense`` is a dense MLP as wide as the experts of one token, for as many rows.
+Weights and tokens are random, in bfloat16 or a quantised form of it; a turn runs one call of each side. Inputs, and
+copies of the dense MLP, change from turn to turn, so that weights come from memory and not from a cache. GB/s counts
+each expert that a token chose once, with its scales; ``dense`` is a dense MLP as wide as the experts of one token, for
+as many rows.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ T_AVX2 INLINE void grouped_one(const Product *p, i64 n0, i64 n1, float *y, int k
     FOUR(BEGIN)
 #undef BEGIN
 #define STEP(r)                                                                                                        \
-  s##r = _mm256_fmadd_ps(meet(x + k, numbers32(w##r, k, there, kind, table)), block_scales(scale##r, k, g, narrow_groups), s##r);
+  s##r = _mm256_fmadd_ps(meet(x + k, numbers32(w##r, k, there, kind, table)),                                          \
+                         block_scales(scale##r, k, g, narrow_groups), s##r);
 #define BLOCK(n)                                                                                                       \
   {                                                                                                                    \
     const i64 there = n;                                                                                               \
@@ -220,8 +221,8 @@ T_AVX2 static void grouped_few(const Product *p, i64 n0, i64 n1, Target t) {
 #undef AS
 }
 
-#define GROUPED(NAME)                                                                                                  \
-  static size_t NAME##_grouped_bytes(i64 L, i64 K) { return L <= FEW ? grouped_bytes(L, K) : NAME##_bytes(L, K); }     \
+#define GROUPED(NAME, MOST)                                                                                            \
+  static size_t NAME##_grouped_bytes(i64 L, i64 K) { return L <= MOST ? grouped_bytes(L, K) : NAME##_bytes(L, K); }    \
   static void NAME##_grouped_pack(const Product *p, i64 i0, i64 i1) {                                                  \
     if (p->few)                                                                                                        \
       grouped_pack(p);                                                                                                 \
@@ -234,8 +235,8 @@ T_AVX2 static void grouped_few(const Product *p, i64 n0, i64 n1, Target t) {
     else                                                                                                               \
       NAME##_widened(p, n0, n1, t);                                                                                    \
   }
-GROUPED(avx2)
-GROUPED(avx512f)
-GROUPED(bf16)
+GROUPED(avx2, GROUPED_FEW)
+GROUPED(avx512f, GROUPED_FEW)
+GROUPED(bf16, FEW)
 #undef GROUPED
 #endif /* X86 */

@@ -17,7 +17,7 @@ from jserve.native.compile import library_path, source_hash
 LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16")
 """The instructions of a processor, by the number that the library gives it: each has all of those before it."""
 KINDS = ("bf16", "int8", "int4", "e4m3", "rounded", "uint4", "e2m1")
-"""What weights are, by the number that the library gives it; ``rounded``: int8 with activations rounded to int8."""
+"""Kinds of weights, by the number that the library gives them; ``rounded``: int8 with activations rounded to int8."""
 HANDLERS = {
     "jserve.product.v1": "jserve_product",
     "jserve.gate_up.v1": "jserve_gate_up",

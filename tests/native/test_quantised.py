@@ -15,7 +15,8 @@ from tests.native.direct import Guarded
 from tests.native.quantised import Weights, exact, multiply, weights
 
 ROWS = (*range(1, 41), 64, 65, 128)
-FEW = 8
+FEW = {"plain": 0, "avx2": 32, "avx512f": 32, "avx512_bf16": 8}
+"""Rows up to which a level widens numbers of groups in registers."""
 FORMS = {
     "rounded": ("rounded", 0, ""),
     "int8": ("int8", 0, ""),
@@ -79,7 +80,7 @@ def widens(w: Weights, level: str, M: int) -> bool:
     groups, K = w.scale.shape[1], w.wide.shape[1]
     G = K // groups
     whole_blocks = groups == 1 or G % 32 == 0 or (G == 16 and K % 32 == 0)
-    in_registers = w.kind != "e4m3" and whole_blocks and level != "plain" and M <= FEW
+    in_registers = whole_blocks and FEW[level] >= M
     return (groups > 1 or w.shift is not None) and not in_registers
 
 
