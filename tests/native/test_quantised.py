@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -133,6 +134,22 @@ def test_sizes_of_several_chunks(kernels, each, form):
     for M, N, n in ((1, 1037, long), (7, 517, long), (100, 133, 3)):
         K = n * unit(form)
         check(kernels, each, drawn(M, K), kept(form, N, K))
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3", *quantised.FOUR_BITS])
+def test_every_number_stands_for_itself(kernels, each, kind):
+    """A row of x with a single one takes a column of the weights, and that exactly; a code that is no number is NaN."""
+    half = kind in quantised.FOUR_BITS
+    codes = np.arange(256, dtype=np.uint8)[:, None].repeat(32 if half else 64, 1)
+    q = codes if half else codes.view(ml_dtypes.float8_e4m3fn if kind == "e4m3" else np.int8)
+    w = Weights(kind, q, np.ones((256, 1), np.float32))
+    for M in (1, 3, 12, 40):
+        for k in (0, 5, 18, 31, 63):
+            x = np.zeros((M, 64), np.float32)
+            x[:, k] = 1
+            np.testing.assert_array_equal(
+                multiply(kernels, each, x, w), w.numbers[:, k][None].repeat(M, 0)
+            )
 
 
 @pytest.mark.parametrize("form", FORMS)
