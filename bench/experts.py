@@ -1,10 +1,11 @@
 """Layers of experts on the CPU: bytes and time over the number of tokens, beside a dense MLP of the active size.
 
-    python -m bench.experts [--tokens 1,4,16,64,512] [--turns 9] [--level LEVEL] [--json FILE]
+    python -m bench.experts [--form int4] [--tokens 1,4,16,64,512] [--turns 9] [--level LEVEL] [--json FILE]
 
-Weights and tokens are random, in bfloat16; a turn runs one call of each side. Inputs, and copies of the dense MLP,
-change from turn to turn, so that weights come from memory and not from a cache. GB/s counts each expert that a token
-chose once; ``dense`` is a dense MLP as wide as the experts of one token, for as many rows.
+Weights and tokens are random, in bfloat16 or a quantised form of it; a turn runs one call of each side. Inputs, and
+copies of the dense MLP, change from turn to turn, so that weights come from memory and not from a cache. GB/s counts
+each expert that a token chose once, with its scales; ``dense`` is a dense MLP as wide as the experts of one token, for
+as many rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jserve.model import native
 from jserve.model.arch import Moe, Router
 from jserve.model.dot import dot, gate_up
 from jserve.model.moe import route, routed
+from jserve.model.quant import HALF_BYTES, Form, QTensor
 
 SHAPES = {
     "64/2": (2048, Moe(E=64, X=2, F=1024, router=Router(normalise=True))),
@@ -37,6 +39,14 @@ SHAPES = {
     "256/8": (2048, Moe(E=256, X=8, F=512, router=Router(normalise=True))),
 }
 """Width of the model, and its experts."""
+FORMS = {
+    "bfloat16": None,
+    "int8": Form(kind="int8"),
+    "int4": Form(kind="int4", group=32),
+    "uint4 shifts": Form(kind="uint4", group=32, shifts=True),
+    "e2m1": Form(kind="e2m1", group=32),
+}
+"""Of experts and dense MLPs."""
 N_INPUTS = 8
 COPIES_BYTES = 400 << 20
 """Of dense MLPs together: more than a cache holds."""
@@ -47,18 +57,31 @@ SHOWN = (
 HEAD = "E/X      T   met        MB  native ms    GB/s     XLA ms   dense ms  ratio    read"
 
 
-def drawn(shape: Sequence[int], seed: int) -> jax.Array:
-    """bfloat16 of deviation fan-in^-0.5."""
-    pool = np.random.default_rng(seed).standard_normal(1 << 20, np.float32)
-    return jnp.asarray(np.resize(pool, shape) * shape[-1] ** -0.5, jnp.bfloat16)
+def drawn(shape: Sequence[int], seed: int, form: Form | None) -> jax.Array | QTensor:
+    """bfloat16 of deviation fan-in^-0.5, or as large in ``form``."""
+    rng, (*rows, D) = np.random.default_rng(seed), shape
+    if form is None:
+        pool = rng.standard_normal(1 << 20, np.float32)
+        return jnp.asarray(np.resize(pool, shape) * D**-0.5, jnp.bfloat16)
+    dtype: Any = np.uint8 if form.kind in HALF_BYTES else np.int8
+    pool = rng.integers(0, 256, 1 << 22, np.uint8).view(dtype)
+    size = {"int8": 74.0, "int4": 4.6, "uint4": 4.6, "e2m1": 5.9}[form.kind] * D**0.5
+    scale = jnp.full((*rows, form.groups(D)), 1 / size, jnp.float32)
+    return QTensor(
+        q=jnp.asarray(np.resize(pool, (*rows, form.stored(D)))),
+        scale=scale,
+        zero=None,
+        form=form,
+        shift=7.5 * scale if form.shifts else None,
+    )
 
 
-def params(moe: Moe, D: int) -> dict[str, jax.Array]:
+def params(moe: Moe, D: int, form: Form | None) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     return {
         "router": jnp.asarray(rng.standard_normal((moe.E, D)), jnp.float32),
-        "expert_gate_up": drawn((2 * moe.E, moe.F, D), 2),
-        "expert_down": drawn((moe.E, D, moe.F), 3),
+        "expert_gate_up": drawn((2 * moe.E, moe.F, D), 2, form),
+        "expert_down": drawn((moe.E, D, moe.F), 3, form),
     }
 
 
@@ -83,13 +106,19 @@ def seconds(call: Callable[..., Any], *args: Any) -> float:
     return time.perf_counter() - begin
 
 
-def measure(name: str, tokens: Sequence[int], level: str, turns: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, form: str, tokens: Sequence[int], level: str, turns: int
+) -> list[dict[str, Any]]:
     """Lines of the record of one shape."""
     D, moe = SHAPES[name]
-    p, width = params(moe, D), moe.X * moe.F
-    copies = max(2, COPIES_BYTES // (6 * D * width))
+    p, width = params(moe, D, FORMS[form]), moe.X * moe.F
+    each = sum(x.nbytes for x in jax.tree.leaves((p["expert_gate_up"], p["expert_down"]))) // moe.E
+    copies = max(2, COPIES_BYTES // (each * moe.X))
     dense = [
-        {"gate_up": drawn((2, width, D), 4 + i), "down": drawn((D, width), 5 + i)}
+        {
+            "gate_up": drawn((2, width, D), 4 + i, FORMS[form]),
+            "down": drawn((D, width), 5 + i, FORMS[form]),
+        }
         for i in range(copies)
     ]
     lines = []
@@ -104,9 +133,10 @@ def measure(name: str, tokens: Sequence[int], level: str, turns: int) -> list[di
             times.append((seconds(ours, p, x), seconds(xla, p, x), seconds(flat, of, x)))
         native_s, xla_s, dense_s = (statistics.median(t) for t in zip(*times[1:], strict=True))
         met = round(statistics.mean(_met(moe, p, x) for x in xs))
-        read = met * 6 * D * moe.F
+        read = met * each
         line = {
             "experts": name,
+            "form": form,
             "width": D,
             "expert_width": moe.F,
             "tokens": T,
@@ -134,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.experts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shapes", default=",".join(SHAPES), help=", ".join(SHAPES))
+    parser.add_argument(
+        "--form", choices=FORMS, default="bfloat16", help="of the weights (bfloat16)"
+    )
     parser.add_argument("--tokens", default="1,4,16,64,512", help="numbers of tokens")
     parser.add_argument("--turns", type=int, default=9, help="calls of each side (9)")
     parser.add_argument("--level", default="", help="a lower level of the kernels")
@@ -145,7 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = [int(n) for n in args.tokens.split(",")]
     print(HEAD, flush=True)
     lines = [
-        line for name in args.shapes.split(",") for line in measure(name, tokens, level, args.turns)
+        line
+        for name in args.shapes.split(",")
+        for line in measure(name, args.form, tokens, level, args.turns)
     ]
     if args.json is not None:
         report.write(record("experts", {"level": level, "turns": args.turns}, lines), args.json)

@@ -3,7 +3,8 @@
     python -m bench.kernel_rates [--rows 1,4,16] [--calls 60] [--level LEVEL] [--json FILE]
 
 Calls go to the library itself, in one thread, with weights that no cache holds, kinds in turns. A rate is that of the
-fastest twelfth of calls of about a millisecond, so other work on the machine disturbs it little.
+fastest twelfth of calls of about a millisecond, so other work on the machine disturbs it little. ``gb_s`` counts the
+numbers, ``all_gb_s`` scales and shifts too.
 """
 
 from __future__ import annotations
@@ -21,48 +22,62 @@ import numpy as np
 
 from bench import report
 from bench.probe import record
-from jserve.native.library import LEVELS, installed
+from jserve.native.library import KINDS as NUMBERS, LEVELS, installed
 
 SHAPES = ((3072, 512), (4096, 2048), (2048, 8192))
 """(N, K) of a matrix."""
 POOL_BYTES = 160 << 20
-GROUP = 128
+SCALES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Weights as the library numbers them, and their bytes."""
+    """Weights by the library's name of them, and the bytes of one."""
 
-    number: int
+    name: str
     n_bytes: float
-    grouped: bool = False
+    group: int = 0
+    """Weights of a scale; 0: a row."""
+    shifts: bool = False
+
+    def scales(self, N: int, K: int) -> int:
+        """Of a matrix [N, K]."""
+        return 0 if self.name == "bf16" else N * (K // self.group if self.group else 1)
 
 
 KINDS = {
-    "bf16": Kind(0, 2),
-    "int8": Kind(4, 1),
-    "int8-weight-only": Kind(1, 1),
-    "fp8": Kind(3, 1),
-    "int4": Kind(2, 0.5, grouped=True),
+    "bf16": Kind("bf16", 2),
+    "int8": Kind("rounded", 1),
+    "int8-weight-only": Kind("int8", 1),
+    "int8 shifts g32": Kind("int8", 1, 32, True),
+    "fp8": Kind("e4m3", 1),
+    "int4": Kind("int4", 0.5, 128),
+    "int4 g32": Kind("int4", 0.5, 32),
+    "uint4 shifts g32": Kind("uint4", 0.5, 32, True),
+    "e2m1 g32": Kind("e2m1", 0.5, 32),
+    "e2m1 g16": Kind("e2m1", 0.5, 16),
 }
 
 
-def caller(kind: Kind, level: int, M: int, N: int, K: int) -> Callable[[int], None]:
-    """Multiplies M rows by the weights at an address."""
+def caller(
+    kind: Kind, scales: np.ndarray, level: int, M: int, N: int, K: int
+) -> Callable[[int, int], None]:
+    """Multiplies M rows by the weights at an address, with the scales and shifts from one of ``scales`` on."""
     handle = installed().handle
     x = np.random.default_rng(0).standard_normal((M, K), np.float32)
-    y, scale = np.zeros((M, N), np.float32), np.ones((N, K // GROUP), np.float32)
-    x_at, y_at, scale_at = (ctypes.c_void_p(a.ctypes.data) for a in (x, y, scale))
-    groups = ctypes.c_int64(K // GROUP if kind.grouped else 1)
+    y = np.zeros((M, N), np.float32)
+    x_at, y_at = (ctypes.c_void_p(a.ctypes.data) for a in (x, y))
+    groups = ctypes.c_int64(K // kind.group if kind.group else 1)
     sizes = [ctypes.c_int64(n) for n in (M, N, K)]
 
-    def call(at: int, kept: Any = (x, y, scale)) -> None:
-        w = ctypes.c_void_p(at)
-        if kind.number == 0:
+    def call(at: int, first: int, kept: Any = (x, y, scales)) -> None:
+        w, scale = ctypes.c_void_p(at), scales.ctypes.data + 4 * first
+        if kind.name == "bf16":
             handle.jserve_run_product(level, x_at, w, y_at, *sizes, 0)
         else:
-            args = (x_at, w, scale_at, None, groups, y_at)
-            handle.jserve_run_quantised(level, kind.number, *args, *sizes, 0)
+            shift = ctypes.c_void_p(scale + 4 * kind.scales(N, K)) if kind.shifts else None
+            args = (x_at, w, ctypes.c_void_p(scale), None, shift, groups, y_at)
+            handle.jserve_run_quantised(level, NUMBERS.index(kind.name), *args, *sizes, 0)
 
     return call
 
@@ -70,21 +85,25 @@ def caller(kind: Kind, level: int, M: int, N: int, K: int) -> Callable[[int], No
 def measure(level: int, M: int, N: int, K: int, calls: int) -> list[dict[str, Any]]:
     """Lines of the record of one shape."""
     pool = np.random.default_rng(0).integers(0, 120, POOL_BYTES, np.uint8)
-    run = {name: caller(kind, level, M, N, K) for name, kind in KINDS.items()}
+    scales = np.ones(SCALES, np.float32)
+    run = {name: caller(kind, scales, level, M, N, K) for name, kind in KINDS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     for i in range(calls):
         for name, kind in KINDS.items():
-            size = int(N * K * kind.n_bytes)
+            size, more = int(N * K * kind.n_bytes), kind.scales(N, K) * (1 + kind.shifts)
             at = pool.ctypes.data + i * size % (POOL_BYTES - size) // 4096 * 4096
+            first = i * more % (SCALES - more) // 1024 * 1024
             begin = time.perf_counter()
-            run[name](at)
+            run[name](at, first)
             seconds[name].append(time.perf_counter() - begin)
     lines = []
     for name, kind in KINDS.items():
         best = float(np.percentile(seconds[name], 100 / 12))
         rate = round(N * K * kind.n_bytes / best / 1e9, 1)
+        more = 4 * kind.scales(N, K) * (1 + kind.shifts)
         line = {"kind": name, "rows": M, "N": N, "K": K, "gb_s": rate}
-        lines.append(line | {"weights_g_s": round(rate / kind.n_bytes, 1)})
+        line["all_gb_s"] = round((N * K * kind.n_bytes + more) / best / 1e9, 1)
+        lines.append(line | {"weights_g_s": round(N * K / best / 1e9, 1)})
     return lines
 
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model import native
+from jserve.model import native, native_quant
 from jserve.model.arch import Moe, Router
 from jserve.model.attention import ExpertKernel
 from jserve.model.ctx import Ctx
@@ -160,16 +160,23 @@ def routed(
 ) -> jax.Array:
     """float32[T, D]: the weighted outputs of those experts of each token that this device has, partial sums where
     their width is split. By the kernel where the step's backend has one that takes these experts, but for few
-    assignments. Quantised ones are read tile by tile on every platform."""
-    if any(isinstance(p[name], QTensor) for name in ("expert_gate_up", "expert_down")):
+    assignments. Quantised ones that the native kernels do not take are read tile by tile on every platform."""
+    matrices = p["expert_gate_up"], p["expert_down"]
+    if all(_native_takes(expert_TX.size, moe.E, w) for w in matrices):
+        return through(in_place, moe, p, x_TD, expert_TX, weight_TX)
+    if any(isinstance(w, QTensor) for w in matrices):
         return through(tiled, moe, p, x_TD, expert_TX, weight_TX)
     if kernel is not None and expert_TX.size > GATHER_MOST and kernel.serves(moe, p):
         return through(kernel.form, moe, p, x_TD, expert_TX, weight_TX)
-    if native.takes_experts(expert_TX.size, moe.E, p["expert_gate_up"]):
-        return through(in_place, moe, p, x_TD, expert_TX, weight_TX)
     on = {platform: partial(through, _form(platform, expert_TX.size), moe, p) for platform in FORMS}
     default = on.pop("default")
     return lax.platform_dependent(x_TD, expert_TX, weight_TX, default=default, **on)
+
+
+def _native_takes(A: int, E: int, w: Any) -> bool:
+    if isinstance(w, QTensor):
+        return native_quant.takes_experts(w.form, native.kernels.value, A, E)
+    return native.takes_experts(A, E, w)
 
 
 def through(
@@ -281,16 +288,22 @@ def in_place(
     if moe.router.on_input:
         x_TD = (x_TD[:, None] * scale_TX[:, :, None]).reshape(A, D)
     if moe.activation == "silu" and not moe.expert_bias:
-        h_AF = native.expert_gate_up(x_TD, w, expert_A)
+        h_AF = _kernels(w).expert_gate_up(x_TD, w, expert_A)
     else:
-        y_A2F = native.expert_product(x_TD, w.reshape(moe.E, -1, D), expert_A)
+        y_A2F = _kernels(w).expert_product(x_TD, w.reshape(moe.E, -1, D), expert_A)
         y_A2F = y_A2F.reshape(A, 2, -1)
         if moe.expert_bias:
             bias_E2F = p["expert_gate_up_bias"].reshape(moe.E, 2, -1)
             y_A2F = y_A2F + bias_E2F.at[expert_A].get(mode="clip")
         h_AF = activated(moe.activation, y_A2F[:, 0], y_A2F[:, 1])
-    y_AD = native.expert_product(h_AF, p["expert_down"], expert_A)
+    down = p["expert_down"]
+    y_AD = _kernels(down).expert_product(h_AF, down, expert_A)
     return y_AD, jnp.arange(A).reshape(expert_TX.shape)
+
+
+def _kernels(w: Any) -> Any:
+    """The module with the native kernels for an array, or for a QTensor."""
+    return native_quant if isinstance(w, QTensor) else native
 
 
 TILE = 16

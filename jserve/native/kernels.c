@@ -85,9 +85,11 @@ static int detect(void) { return PLAIN; }
 
 /* --- a product, ready for a level's functions --- */
 
-/* What weights are: bfloat16, or numbers of which (q - zero) * scale are the weights, with a scale for each of ``groups``
- * parts of a row. ROUNDED: int8 that multiplies x rounded to int8, with a scale per row of x. */
-enum { BF16, INT8, INT4, E4M3, ROUNDED, N_KINDS };
+/* What weights are: bfloat16, or numbers of which (q - zero) * scale, or q * scale - shift, are the weights, with a scale
+ * for each of ``groups`` parts of a row. ROUNDED: int8 that multiplies x rounded to int8, with a scale per row of x. INT4,
+ * UINT4 and E2M1 are numbers of four bits (FOUR_BITS). */
+enum { BF16, INT8, INT4, E4M3, ROUNDED, UINT4, E2M1, N_KINDS };
+INLINE int half_bytes(int kind) { return kind == INT4 || kind == UINT4 || kind == E2M1; }
 
 /* A row of x that was rounded to int8. */
 typedef struct {
@@ -107,9 +109,10 @@ typedef struct {
   int few;            /* whether that is the form for few live rows */
   /* Where kind is not BF16: */
   int kind;
-  const uint8_t *q;    /* [N, K]; INT4: [N, K / 2], byte j of 32 weights has weight j in its low half, 16 + j in the other */
+  const uint8_t *q;    /* [N, K]; of four bits: [N, K / 2], byte j of 32 weights has weight j in its low half, 16 + j in the other */
   const float *scale;  /* [N, groups] */
   const int8_t *zero;  /* [N, groups], NULL: all are 0 */
+  const float *shift;  /* likewise; there is one of both at most */
   i64 groups;          /* of a row */
   RoundedRow *rounded; /* [L] */
   bf16 *room;          /* for the weights of a chunk, widened; of the thread alone */
@@ -130,12 +133,14 @@ typedef struct {
   void (*pack)(const Product *, i64 i0, i64 i1); /* live rows i0 .. i1-1; i0 is a multiple of PACKED */
   void (*rows)(const Product *, i64 n0, i64 n1, Target); /* y[:, 0 .. n1-n0] */
   void (*silu)(const float *gate, const float *up, float *h, i64 n);
+  i64 few; /* live rows up to which it has another form */
 } Level;
 
 INLINE float *at(Target t, i64 i) { return t.y + t.row[i] * t.ld; }
 
-/* Live rows that are packed together: the lanes of the widest vector. At most FEW of them may have another form. */
-enum { PACKED = 16, FEW = 8 };
+/* Live rows that are packed together: the lanes of the widest vector. At most FEW of them may have another form, of numbers in
+ * groups without AVX512_BF16 GROUPED_FEW, from which on widening them once is cheaper. */
+enum { PACKED = 16, FEW = 8, GROUPED_FEW = 32 };
 
 /* --- plain C --- */
 
@@ -659,7 +664,7 @@ T_BF16 INLINE void put(const __m512 *s, Target t, i64 i, i64 rows, i64 n, i64 co
 T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
   const i64 K = p->K, pairs = up_to(K, 2) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
-  const i64 per_weight = !p->next_chunk ? 16 : p->kind == INT4 ? 4 : 8; /* bytes of eight rows */
+  const i64 per_weight = !p->next_chunk ? 16 : half_bytes(p->kind) ? 4 : 8; /* bytes of eight rows */
   const char *next = (const char *)(p->w + row_ahead(p, n + 16, n1) * K);
   if (p->next_chunk) next = p->next_chunk + n * K * per_weight / 8;
 #define BEGIN(r)                                                                                                       \
@@ -747,31 +752,32 @@ T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
 #endif /* X86 */
 
 #include "quantised.h"
+#include "grouped.h"
 
 static const Level LEVELS[N_LEVELS] = {
-    {plain_bytes, plain_pack, plain_rows, plain_silu},
+    {plain_bytes, plain_pack, plain_rows, plain_silu, FEW},
 #if X86
-    {avx2_bytes, avx2_pack, avx2_rows, avx2_silu},
-    {avx512f_bytes, avx512f_pack, avx512f_rows, avx512f_silu},
-    {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
+    {avx2_bytes, avx2_pack, avx2_rows, avx2_silu, FEW},
+    {avx512f_bytes, avx512f_pack, avx512f_rows, avx512f_silu, FEW},
+    {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu, FEW},
 #endif
 };
 
 static const Level WIDENED_LEVELS[N_LEVELS] = {
-    {plain_bytes, plain_pack, plain_widened, plain_silu},
+    {plain_bytes, plain_pack, plain_widened, plain_silu, FEW},
 #if X86
-    {avx2_bytes, avx2_pack, avx2_widened, avx2_silu},
-    {avx512f_bytes, avx512f_pack, avx512f_widened, avx512f_silu},
-    {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu},
+    {avx2_bytes, avx2_pack, avx2_widened, avx2_silu, FEW},
+    {avx512f_bytes, avx512f_pack, avx512f_widened, avx512f_silu, FEW},
+    {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu, FEW},
 #endif
 };
 
 static const Level ROUNDED_LEVELS[N_LEVELS] = {
-    {int8_bytes, plain_round_pack, plain_round_rows, plain_silu},
+    {int8_bytes, plain_round_pack, plain_round_rows, plain_silu, FEW},
 #if X86
-    {whole_bytes, avx2_round_pack, avx2_round_rows, avx2_silu},
-    {whole_bytes, avx2_round_pack, avx2_round_rows, avx512f_silu},
-    {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
+    {whole_bytes, avx2_round_pack, avx2_round_rows, avx2_silu, FEW},
+    {whole_bytes, avx2_round_pack, avx2_round_rows, avx512f_silu, FEW},
+    {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu, FEW},
 #endif
 };
 
@@ -780,13 +786,19 @@ static const Level *functions_for(int level, const Product *p) {
   if (p->kind == BF16) return &LEVELS[level];
   if (p->kind == ROUNDED) return &ROUNDED_LEVELS[level];
 #if X86
-  static const Level int8 = {bf16_bytes, bf16_pack, int8_rows, avx512f_silu};
-  static const Level e4m3 = {bf16_bytes, bf16_pack, e4m3_rows, avx512f_silu};
-  static const Level int4 = {int4_bytes, int4_pack, int4_rows, avx512f_silu};
-  const int row_scales = p->groups == 1 && !p->zero;
+  static const Level int8 = {bf16_bytes, bf16_pack, int8_rows, avx512f_silu, FEW};
+  static const Level e4m3 = {bf16_bytes, bf16_pack, e4m3_rows, avx512f_silu, FEW};
+  static const Level four_bit = {four_bit_bytes, four_bit_pack, four_bit_rows, avx512f_silu, FEW};
+  static const Level grouped[N_LEVELS] = {
+      [AVX2] = {avx2_grouped_bytes, avx2_grouped_pack, avx2_grouped_rows, avx2_silu, GROUPED_FEW},
+      [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu, GROUPED_FEW},
+      [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu, FEW},
+  };
+  const int row_scales = scaled_later(p) && !p->zero;
   if (level == AVX512_BF16 && p->kind == INT8 && row_scales) return &int8;
   if (level == AVX512_BF16 && p->kind == E4M3 && row_scales) return &e4m3;
-  if (level == AVX512_BF16 && p->kind == INT4 && fits_int4(p->K, p->groups)) return &int4;
+  if (level == AVX512_BF16 && half_bytes(p->kind) && fits_four_bit(p->K, p->groups)) return &four_bit;
+  if (level >= AVX2 && fits_grouped(p)) return &grouped[level];
 #endif
   return &WIDENED_LEVELS[level];
 }
@@ -1039,6 +1051,11 @@ static i64 chunk_rows(i64 N, i64 K, i64 L, int fused) {
   return fused ? min64(rows, HELD / min64(max64(L, 8), PART) / 8 * 8) : rows;
 }
 
+/* Of a thread's room for the weights of a chunk of at most ``rows``. */
+static i64 room_bytes(const Product *p, i64 rows) {
+  return p->kind == BF16 || p->kind == ROUNDED ? 0 : up_to(rows * p->K * (i64)sizeof(bf16), 64);
+}
+
 /* ``p``, of which weights, sizes and x are given, or gate_up where ``fused``. Returns 0 where there is no memory. */
 static int product(int level, Product p, float *y, int fused, const FfiCall *call) {
   const i64 M = p.M, K = p.K, N = fused ? p.N / 2 : p.N;
@@ -1046,15 +1063,15 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   const Level *with = functions_for(level, &p);
   if (p.N * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   const i64 rows_bytes = up_to(M * 4, 64), rounded_bytes = p.kind == ROUNDED ? up_to(M * (i64)sizeof(RoundedRow), 64) : 0;
-  const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, 8), K));
-  const i64 room = p.kind == BF16 || p.kind == ROUNDED ? 0 : up_to(chunk_rows(N, K, 1, fused) * K * (i64)sizeof(bf16), 64);
+  const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, with->few), K));
+  const i64 room = room_bytes(&p, chunk_rows(N, K, 1, fused));
   Job *job = new_job((size_t)(rows_bytes + rounded_bytes + up_to(packed, 64) + room * (room ? pool_threads(call) : 0)));
   if (!job) return 0;
   int32_t *row = job->scratch;
   char *rest = (char *)job->scratch + rows_bytes;
   p.L = sort_rows(p.x, M, K, row);
   p.row = row;
-  p.few = p.L <= FEW;
+  p.few = p.L <= with->few;
   if (rounded_bytes) p.rounded = (RoundedRow *)rest;
   p.packed = rest + rounded_bytes;
   if (room) p.room = (bf16 *)((char *)p.packed + up_to(packed, 64));
@@ -1084,16 +1101,19 @@ typedef struct {
   float *y;
   i64 N, rows_per_chunk, chunks_each, threads;
   int fused;
+  char *room; /* where a thread's room begins */
+  i64 room_bytes;
 } ExpertWork;
 
 static void expert_chunk(const Job *job, i64 number, int seat) {
   const ExpertWork *work = job->work;
-  (void)seat;
   i64 g = number / work->chunks_each, n0 = number % work->chunks_each * work->rows_per_chunk;
   i64 n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->to[g]};
   Product p = work->p[g];
-  p.then = n0 + work->rows_per_chunk * work->threads;
+  p.rows_ahead = work->rows_per_chunk * work->threads;
+  p.then = n0 + p.rows_ahead;
+  p.room = (bf16 *)(work->room + seat * work->room_bytes);
   if (work->fused)
     gated(work->level, &p, n0, n1, t);
   else
@@ -1101,13 +1121,27 @@ static void expert_chunk(const Job *job, i64 number, int seat) {
 }
 
 typedef struct {
-  const float *x;        /* [R, K]; assignment a has row a / (A / R) */
-  const bf16 *w;         /* [E, N, K]; [E, 2, N, K] where fused */
-  const int32_t *expert; /* [A]; E and more: nowhere, its row of y is zeros */
+  Product of;            /* weights of all experts, [E * N, K], or [E * 2 * N, K] where fused; x: [R, K] */
+  const int32_t *expert; /* [A]; assignment a has row a / (A / R) of x; E and more: nowhere, its row of y is zeros */
   float *y;              /* [A, N] */
-  i64 A, R, E, N, K;
+  i64 A, R, E, N;
   int fused;
 } Experts;
+
+/* ``p`` with ``rows`` weight rows from the n-th on. */
+static Product rows_from(const Product *p, i64 n, i64 rows) {
+  Product part = *p;
+  part.N = rows;
+  if (p->kind == BF16) {
+    part.w += n * p->K;
+    return part;
+  }
+  part.q = numbers_of(p, n);
+  part.scale += n * p->groups;
+  if (p->zero) part.zero += n * p->groups;
+  if (p->shift) part.shift += n * p->groups;
+  return part;
+}
 
 /* Assignments by expert: ``to`` their numbers, ``from`` their rows of x, ``end[i]`` where in both those of expert i end.
  * Rows of y of assignments to no expert become zeros. */
@@ -1131,36 +1165,34 @@ static void sort_by_expert(const Experts *e, i64 *end, int32_t *to, int32_t *fro
 
 /* Returns 0 where there is no memory. */
 static int experts(int level, const Experts *e, const FfiCall *call) {
-  const i64 most = min64(e->A, e->E), rows_each = (e->fused ? 2 : 1) * e->N, K = e->K;
+  const i64 most = min64(e->A, e->E), rows_each = (e->fused ? 2 : 1) * e->N, K = e->of.K;
   if (e->A == 0 || e->N == 0) return 1;
-  const Level *with = &LEVELS[level];
+  const Level *with = functions_for(level, &e->of);
   const i64 alone = up_to((i64)with->packed_bytes(1, K), 64); /* L rows together take no more than L alone */
   const i64 ends = up_to((e->E + 1) * 8, 64), numbers = up_to(e->A * 4, 64);
   const i64 products = up_to(most * (i64)sizeof(Product), 64), pointers = up_to(most * 8, 64);
-  Job *job = new_job((size_t)(ends + 2 * numbers + products + pointers + e->A * alone));
+  const i64 rounded_bytes = e->of.kind == ROUNDED ? up_to(e->A * (i64)sizeof(RoundedRow), 64) : 0;
+  const i64 room = room_bytes(&e->of, chunk_rows(e->N, K, 1, e->fused)), threads = pool_threads(call);
+  Job *job = new_job((size_t)(ends + 2 * numbers + products + pointers + rounded_bytes + e->A * alone + threads * room));
   if (!job) return 0;
   char *rest = job->scratch;
   i64 *end = (i64 *)rest;
   int32_t *to = (int32_t *)(rest += ends), *from = (int32_t *)(rest += numbers);
   Product *p = (Product *)(rest += numbers);
   const int32_t **rows_of_y = (const int32_t **)(rest += products);
-  rest += pointers;
+  RoundedRow *rounded_rows = (RoundedRow *)(rest += pointers);
+  rest += rounded_bytes;
   sort_by_expert(e, end, to, from);
   i64 n = 0, longest = 0, begin = 0;
   for (i64 i = 0; i < e->E; begin = end[i++]) {
     i64 L = end[i] - begin;
     if (!L) continue;
-    p[n] = (Product){
-        .w = e->w + i * rows_each * K,
-        .N = rows_each,
-        .K = K,
-        .M = e->R,
-        .L = L,
-        .row = from + begin,
-        .x = e->x,
-        .packed = rest,
-        .few = L <= FEW,
-    };
+    p[n] = rows_from(&e->of, i * rows_each, rows_each);
+    p[n].M = e->R, p[n].L = L;
+    p[n].row = from + begin;
+    p[n].packed = rest;
+    p[n].few = L <= with->few;
+    if (rounded_bytes) p[n].rounded = rounded_rows + begin;
     with->pack(&p[n], 0, L);
     rest += up_to((i64)with->packed_bytes(L, K), 64);
     rows_of_y[n++] = to + begin;
@@ -1168,7 +1200,19 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
   }
   const i64 rows = chunk_rows(e->N, K, longest, e->fused);
   if (n * rows_each * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
-  ExpertWork work = {p, rows_of_y, with, e->y, e->N, rows, (e->N + rows - 1) / rows, pool_threads(call), e->fused};
+  ExpertWork work = {
+      .p = p,
+      .to = rows_of_y,
+      .level = with,
+      .y = e->y,
+      .N = e->N,
+      .rows_per_chunk = rows,
+      .chunks_each = (e->N + rows - 1) / rows,
+      .threads = threads,
+      .fused = e->fused,
+      .room = rest,
+      .room_bytes = room,
+  };
   job->n_chunks = n * work.chunks_each;
   job->chunk = expert_chunk;
   job->work = &work;
@@ -1963,34 +2007,39 @@ static FfiError *handle_product(const FfiCall *call, int fused) {
   return run_product(call, x, y, p, level, fused);
 }
 
-/* What numbers of these are; -1: none. */
-static int kind_of(const FfiBuffer *q, int rounded) {
-  if (rounded) return q->dtype == FFI_S8 ? ROUNDED : -1;
-  return q->dtype == FFI_S8 ? INT8 : q->dtype == FFI_U8 ? INT4 : q->dtype == FFI_F8E4M3FN ? E4M3 : -1;
+/* What a call says that the numbers in ``q`` are; -1: nothing, or they are of another type. */
+static int kind_of(const FfiCall *call, const FfiBuffer *q) {
+  const i64 kind = integer(call, "kind");
+  if (kind <= BF16 || kind >= N_KINDS) return -1;
+  return q->dtype == (half_bytes((int)kind) ? FFI_U8 : kind == E4M3 ? FFI_F8E4M3FN : FFI_S8) ? (int)kind : -1;
+}
+
+/* Weights of a call, from argument 1 on: numbers, scales and, where there are ``all`` arguments, zeros or shifts; the last
+ * two dimensions are those of a matrix, which the ``rank`` - 2 before them repeat. Returns 0 where they do not match. */
+static int read_weights(const FfiCall *call, i64 rank, i64 all, Product *p) {
+  const FfiBuffer *q = call->args.size > 1 ? call->args.items[1] : NULL, *scale = buffer(&call->args, 2, FFI_F32, rank);
+  const int has_off = call->args.size >= all, kind = q && q->rank == rank ? kind_of(call, q) : -1;
+  const FfiBuffer *zero = has_off ? buffer(&call->args, 3, FFI_S8, rank) : NULL;
+  const FfiBuffer *shift = has_off ? buffer(&call->args, 3, FFI_F32, rank) : NULL;
+  if (kind < 0 || !scale || (has_off && !zero && !shift)) return 0;
+  const FfiBuffer *off = zero ? zero : shift;
+  p->kind = kind, p->q = q->data, p->scale = scale->data;
+  p->zero = zero ? zero->data : NULL, p->shift = shift ? shift->data : NULL;
+  p->N = q->dims[rank - 2], p->K = q->dims[rank - 1] * (half_bytes(kind) ? 2 : 1), p->groups = scale->dims[rank - 1];
+  const size_t before = (size_t)(rank - 1) * sizeof *q->dims;
+  return fits_quantised(p) && !memcmp(scale->dims, q->dims, before) &&
+         (!off || !memcmp(off->dims, scale->dims, before + sizeof *q->dims));
 }
 
 static FfiError *handle_quantised(const FfiCall *call, int fused) {
   FfiError *error;
   if (asks_metadata(call, &error)) return error;
   const FfiBuffer *x = buffer(&call->args, 0, FFI_F32, 2), *y = buffer(&call->rets, 0, FFI_F32, 2);
-  const FfiBuffer *q = call->args.size > 1 ? call->args.items[1] : NULL;
-  const FfiBuffer *scale = buffer(&call->args, 2, FFI_F32, 2), *zero = buffer(&call->args, 3, FFI_S8, 2);
-  const int level = level_of(call), kind = q && q->rank == 2 ? kind_of(q, integer(call, "rounded") == 1) : -1;
-  if (!x || !y || !scale || level < 0 || kind < 0 || (call->args.size > 3 && !zero))
+  const int level = level_of(call);
+  Product p = {0};
+  if (!x || !y || level < 0 || !read_weights(call, 2, 4, &p))
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of a quantised product");
-  const Product p = {
-      .N = q->dims[0],
-      .K = q->dims[1] * (kind == INT4 ? 2 : 1),
-      .M = x->dims[0],
-      .x = x->data,
-      .kind = kind,
-      .q = q->data,
-      .scale = scale->data,
-      .zero = zero ? zero->data : NULL,
-      .groups = scale->dims[1],
-  };
-  if (!fits_quantised(&p) || scale->dims[0] != p.N || (zero && memcmp(zero->dims, scale->dims, 2 * sizeof *zero->dims)))
-    return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: scales or zeros do not match the weights");
+  p.M = x->dims[0], p.x = x->data;
   return run_product(call, x, y, p, level, fused);
 }
 
@@ -2000,36 +2049,40 @@ EXPORT FfiError *jserve_quantised_gate_up(FfiCall *call) { return handle_quantis
 EXPORT FfiError *jserve_product(FfiCall *call) { return handle_product(call, 0); }
 EXPORT FfiError *jserve_gate_up(FfiCall *call) { return handle_product(call, 1); }
 
-static FfiError *handle_experts(const FfiCall *call, int fused) {
+static FfiError *handle_experts(const FfiCall *call, int fused, int quantised) {
   FfiError *error;
   if (asks_metadata(call, &error)) return error;
-  const FfiBuffer *x = buffer(&call->args, 0, FFI_F32, 2), *w = buffer(&call->args, 1, FFI_BF16, 3);
-  const FfiBuffer *expert = buffer(&call->args, 2, FFI_S32, 1), *y = buffer(&call->rets, 0, FFI_F32, 2);
-  int level = level_of(call);
-  if (!x || !w || !expert || !y || level < 0)
+  const FfiBuffer *x = buffer(&call->args, 0, FFI_F32, 2), *w = call->args.size > 1 ? call->args.items[1] : NULL;
+  const FfiBuffer *expert = w ? buffer(&call->args, call->args.size - 1, FFI_S32, 1) : NULL;
+  const FfiBuffer *y = buffer(&call->rets, 0, FFI_F32, 2);
+  const int level = level_of(call);
+  Product of = {0};
+  if (!quantised && (w = buffer(&call->args, 1, FFI_BF16, 3))) of.w = w->data, of.N = w->dims[1], of.K = w->dims[2];
+  if (!x || !w || !expert || !y || level < 0 || (quantised && !read_weights(call, 3, 5, &of)))
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: wrong arguments of experts");
   const i64 each = fused ? 2 : 1;
+  of.x = x->data;
   Experts e = {
-      .x = x->data,
-      .w = w->data,
+      .of = of,
       .expert = expert->data,
       .y = y->data,
       .A = expert->dims[0],
       .R = x->dims[0],
       .E = w->dims[0] / each,
-      .N = w->dims[1],
-      .K = w->dims[2],
+      .N = of.N,
       .fused = fused,
   };
-  if (w->dims[0] % each || x->dims[1] != e.K || y->dims[0] != e.A || y->dims[1] != e.N || (e.R ? e.A % e.R : e.A))
+  if (w->dims[0] % each || x->dims[1] != of.K || y->dims[0] != e.A || y->dims[1] != e.N || (e.R ? e.A % e.R : e.A))
     return failed(call, FFI_ERROR_INVALID_ARGUMENT, "jserve: shapes of experts do not match");
   if (!experts(level, &e, call))
     return failed(call, FFI_ERROR_FAILED_PRECONDITION, "jserve: no memory for experts");
   return NULL;
 }
 
-EXPORT FfiError *jserve_expert_product(FfiCall *call) { return handle_experts(call, 0); }
-EXPORT FfiError *jserve_expert_gate_up(FfiCall *call) { return handle_experts(call, 1); }
+EXPORT FfiError *jserve_expert_product(FfiCall *call) { return handle_experts(call, 0, 0); }
+EXPORT FfiError *jserve_expert_gate_up(FfiCall *call) { return handle_experts(call, 1, 0); }
+EXPORT FfiError *jserve_quantised_expert_product(FfiCall *call) { return handle_experts(call, 0, 1); }
+EXPORT FfiError *jserve_quantised_expert_gate_up(FfiCall *call) { return handle_experts(call, 1, 1); }
 
 EXPORT FfiError *jserve_attention(FfiCall *call) {
   FfiError *error;
@@ -2114,9 +2167,9 @@ EXPORT int jserve_run_product(int level, const float *x, const bf16 *w, float *y
 
 /* ``kind``: by number; groups: of a row. */
 EXPORT int jserve_run_quantised(int level, int kind, const float *x, const void *q, const float *scale, const int8_t *zero,
-                                i64 groups, float *y, i64 M, i64 N, i64 K, int fused) {
-  const Product p = {
-      .N = fused ? 2 * N : N, .K = K, .M = M, .x = x, .kind = kind, .q = q, .scale = scale, .zero = zero, .groups = groups};
+                                const float *shift, i64 groups, float *y, i64 M, i64 N, i64 K, int fused) {
+  const Product p = {.N = fused ? 2 * N : N, .K = K, .M = M, .x = x, .kind = kind, .q = q, .scale = scale, .zero = zero,
+                     .shift = shift, .groups = groups};
   return level >= 0 && level <= best_level() && kind > BF16 && kind < N_KINDS && fits_quantised(&p) &&
          product(level, p, y, fused, NULL);
 }
@@ -2147,20 +2200,24 @@ static int check_wide(int level, const float *x, int fused, uint32_t *state) {
   return 1;
 }
 
-/* Scales are powers of two, with which widening rounds nothing. */
+/* Scales are powers of two and shifts a few of them, with which widening rounds nothing. */
 static int check_quantised(int level, const float *x, int kind, int fused, uint32_t *state) {
-  const int groups = kind == INT4 ? 3 : 1;
-  float want[CHECK_M * CHECK_N], got[CHECK_M * CHECK_N], scale[2 * CHECK_N * 3];
+  enum { MOST_GROUPS = CHECK_K / 16 };
+  const int groups = kind == E2M1 ? MOST_GROUPS : half_bytes(kind) ? 3 : 1;
+  float want[CHECK_M * CHECK_N], got[CHECK_M * CHECK_N], scale[2 * CHECK_N * MOST_GROUPS], shift[2 * CHECK_N * MOST_GROUPS];
   uint8_t q[2 * CHECK_N * CHECK_K];
-  int8_t zero[2 * CHECK_N * 3];
+  int8_t zero[2 * CHECK_N * MOST_GROUPS];
   for (int i = 0; i < 2 * CHECK_N * CHECK_K; i++) q[i] = (uint8_t)(drawn(state) & (kind == E4M3 ? 0xbf : 0xff));
-  for (int i = 0; i < 2 * CHECK_N * 3; i++)
+  for (int i = 0; i < 2 * CHECK_N * MOST_GROUPS; i++) {
     scale[i] = ldexpf(1, -9 + (int)(drawn(state) & 1)), zero[i] = (int8_t)(drawn(state) % 15) - 7;
+    shift[i] = scale[i] * (float)zero[i];
+  }
   for (size_t r = 0; r < sizeof CHECK_ROWS / sizeof *CHECK_ROWS; r++) {
     const int M = CHECK_ROWS[r];
     const int8_t *zeros = kind == INT4 ? zero : NULL;
-    if (!jserve_run_quantised(level, kind, x, q, scale, zeros, groups, got, M, CHECK_N, CHECK_K, fused)) return 0;
-    if (!jserve_run_quantised(PLAIN, kind, x, q, scale, zeros, groups, want, M, CHECK_N, CHECK_K, fused)) return 0;
+    const float *shifts = kind == UINT4 ? shift : NULL;
+    if (!jserve_run_quantised(level, kind, x, q, scale, zeros, shifts, groups, got, M, CHECK_N, CHECK_K, fused)) return 0;
+    if (!jserve_run_quantised(PLAIN, kind, x, q, scale, zeros, shifts, groups, want, M, CHECK_N, CHECK_K, fused)) return 0;
     if (!agree(got, want, M * CHECK_N)) return 0;
   }
   return 1;

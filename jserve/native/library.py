@@ -16,13 +16,17 @@ from jserve.native.compile import library_path, source_hash
 
 LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16")
 """The instructions of a processor, by the number that the library gives it: each has all of those before it."""
+KINDS = ("bf16", "int8", "int4", "e4m3", "rounded", "uint4", "e2m1")
+"""Kinds of weights, by the number that the library gives them; ``rounded``: int8 with activations rounded to int8."""
 HANDLERS = {
     "jserve.product.v1": "jserve_product",
     "jserve.gate_up.v1": "jserve_gate_up",
-    "jserve.quantised_product.v1": "jserve_quantised_product",
-    "jserve.quantised_gate_up.v1": "jserve_quantised_gate_up",
+    "jserve.quantised_product.v2": "jserve_quantised_product",
+    "jserve.quantised_gate_up.v2": "jserve_quantised_gate_up",
     "jserve.expert_product.v1": "jserve_expert_product",
     "jserve.expert_gate_up.v1": "jserve_expert_gate_up",
+    "jserve.quantised_expert_product.v1": "jserve_quantised_expert_product",
+    "jserve.quantised_expert_gate_up.v1": "jserve_quantised_expert_gate_up",
     "jserve.attention.v2": "jserve_attention",
     "jserve.write_kv.v1": "jserve_write_kv",
 }

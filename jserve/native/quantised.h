@@ -1,7 +1,8 @@
-/* Products with quantised weights, for kernels.c: weights of int8, int4 in groups and e4m3 with x in bfloat16, and int8 with
- * x rounded to int8.
+/* Products with quantised weights, for kernels.c: weights of int8, 4 bits and e4m3, in groups or not, with x in bfloat16, and
+ * int8 with x rounded to int8.
  *
- *   few rows of x    AVX512_BF16 widens numbers in registers and multiplies sums by scales (bf16_eight, int4_few)
+ *   few rows of x    numbers are widened in registers and sums multiplied by scales (bf16_eight and four_bit_few with
+ *                    AVX512_BF16, else grouped.h); what zeros or shifts take off needs the sums of x in each group alone
  *   otherwise        a chunk of weights is widened to bfloat16 where it stays in the second-level cache, and then
  *                    multiplied as any other; numbers of groups are widened with their scales, and so rounded
  *   ROUNDED          sums of integers, exact in 32 bits, then the scales of x and of the weight row, as XLA has them */
@@ -15,22 +16,33 @@ static float e4m3_number(unsigned byte) {
   return byte & 0x80 ? -value : value;
 }
 
+/* The numbers that four bits stand for. */
+static const int8_t FOUR_BITS[N_KINDS][16] = {
+    [INT4] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+    [UINT4] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [E2M1] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+};
+
 static float number(const uint8_t *row, i64 k, int kind) {
-  if (kind == INT4) return (float)(row[k / 32 * 16 + k % 16] >> (k & 16 ? 4 : 0) & 15) - 8;
+  if (half_bytes(kind)) return FOUR_BITS[kind][row[k / 32 * 16 + k % 16] >> (k & 16 ? 4 : 0) & 15];
   return kind == E4M3 ? e4m3_number(row[k]) : (float)(int8_t)row[k];
 }
 
 /* Where the numbers of weight row n are. */
-INLINE const uint8_t *numbers_of(const Product *p, i64 n) { return p->q + n * (p->kind == INT4 ? p->K / 2 : p->K); }
+INLINE const uint8_t *numbers_of(const Product *p, i64 n) { return p->q + n * (half_bytes(p->kind) ? p->K / 2 : p->K); }
 
-/* What a number of group g of weight row n is multiplied by as it is widened: one scale a row is left for later. */
-INLINE float scale_of(const Product *p, i64 n, i64 g) { return p->groups > 1 ? p->scale[n * p->groups + g] : 1; }
+/* Whether results are multiplied by scales: of one a row, if that leaves nothing to take off. */
+INLINE int scaled_later(const Product *p) { return p->groups == 1 && !p->shift; }
+
+/* What a number of group g of weight row n is multiplied by as it is widened. */
+INLINE float scale_of(const Product *p, i64 n, i64 g) { return scaled_later(p) ? 1 : p->scale[n * p->groups + g]; }
 INLINE float zero_of(const Product *p, i64 n, i64 g) { return p->zero ? (float)p->zero[n * p->groups + g] : 0; }
+INLINE float shift_of(const Product *p, i64 n, i64 g) { return p->shift ? p->shift[n * p->groups + g] : 0; }
 
 /* Weights k0 .. k1-1 of row n as bfloat16; they are of group g. */
 static void widen_some(const Product *p, i64 n, i64 g, i64 k0, i64 k1, bf16 *to) {
-  const float scale = scale_of(p, n, g), zero = zero_of(p, n, g);
-  for (i64 k = k0; k < k1; k++) to[k] = narrow((number(numbers_of(p, n), k, p->kind) - zero) * scale);
+  const float scale = scale_of(p, n, g), zero = zero_of(p, n, g), shift = shift_of(p, n, g);
+  for (i64 k = k0; k < k1; k++) to[k] = narrow((number(numbers_of(p, n), k, p->kind) - zero) * scale - shift);
 }
 
 static void plain_widen(const Product *p, i64 n, bf16 *to) {
@@ -82,10 +94,10 @@ static void plain_round_rows(const Product *p, i64 n0, i64 n1, Target t) {
     }
 }
 
-/* Whether numbers, groups and zeros go together. */
+/* Whether numbers, groups, zeros and shifts go together. */
 static int fits_quantised(const Product *p) {
-  if (p->groups < 1 || p->K % p->groups || (p->kind == INT4 && p->K % 32)) return 0;
-  return p->kind != ROUNDED || (p->groups == 1 && !p->zero);
+  if (p->groups < 1 || p->K % p->groups || (half_bytes(p->kind) && p->K % 32) || (p->zero && p->shift)) return 0;
+  return p->kind != ROUNDED || (p->groups == 1 && !p->zero && !p->shift);
 }
 
 /* Results of weights that were widened without their scale. */
@@ -99,22 +111,25 @@ static void scale_results(const Product *p, i64 n0, i64 n1, Target t) {
   }
 }
 
-#define WIDENED(NAME)                                                                                                  \
+#define WIDENED(NAME, WIDEN)                                                                                                  \
   static void NAME##_widened(const Product *p, i64 n0, i64 n1, Target t) {                                             \
-    for (i64 n = n0; n < n1; n++) NAME##_widen(p, n, p->room + (n - n0) * p->K);                                       \
+    for (i64 n = n0; n < n1; n++) WIDEN(p, n, p->room + (n - n0) * p->K);                                       \
     Product wide = *p;                                                                                                 \
     wide.w = p->room;                                                                                                  \
     wide.N = n1 - n0;                                                                                                  \
     wide.next_chunk = (const char *)numbers_of(p, n0 + p->rows_ahead);                                                 \
     NAME##_rows(&wide, 0, n1 - n0, t);                                                                                 \
-    if (p->groups == 1) scale_results(p, n0, n1, t);                                                                   \
+    if (scaled_later(p)) scale_results(p, n0, n1, t);                                                                  \
   }
-WIDENED(plain)
+WIDENED(plain, plain_widen)
 
 #if X86
 /* --- the same in vectors --- */
 
-#define WIDENING(NAME, BASE, TARGET, LANES, SIGNED, UNSIGNED, STORE16)                                                 \
+T_AVX2 INLINE __m128i four_bit_table(int kind) { return _mm_loadu_si128((const __m128i *)FOUR_BITS[kind]); }
+
+/* ``kind``: INT8, E4M3, or any of four bits, which ``table`` has. LOAD reads LANES bytes. */
+#define WIDENING(NAME, BASE, TARGET, LANES, LOAD, SIGNED, UNSIGNED, STORE16)                                           \
   TARGET INLINE BASE##_f NAME##_e4m3(BASE##_i byte) {                                                                  \
     BASE##_i size = byte & 0x7f, bits = (size << 20) + (120 << 23);                                                    \
     BASE##_f small = (BASE##_f)(bits + (1 << 23)) - 0.015625f; /* no exponent: 2^-6 (1 + m / 8) less 2^-6 */           \
@@ -123,21 +138,23 @@ WIDENED(plain)
     return (BASE##_f)((BASE##_i)value | (byte & 0x80) << 24);                                                          \
   }                                                                                                                    \
                                                                                                                        \
-  TARGET INLINE BASE##_f NAME##_numbers(const uint8_t *row, i64 k, int kind) {                                         \
-    if (kind == INT8) return __builtin_convertvector((BASE##_i)SIGNED(row + k), BASE##_f);                             \
-    if (kind == E4M3) return NAME##_e4m3((BASE##_i)UNSIGNED(row + k));                                                 \
-    BASE##_i both = (BASE##_i)UNSIGNED(row + k / 32 * 16 + k % 16);                                                    \
-    return __builtin_convertvector((both >> (k & 16 ? 4 : 0) & 15) - 8, BASE##_f);                                     \
+  TARGET INLINE BASE##_f NAME##_numbers(const uint8_t *row, i64 k, int kind, __m128i table) {                          \
+    if (kind == INT8) return __builtin_convertvector((BASE##_i)SIGNED(LOAD(row + k)), BASE##_f);                       \
+    if (kind == E4M3) return NAME##_e4m3((BASE##_i)UNSIGNED(LOAD(row + k)));                                           \
+    __m128i both = LOAD(row + k / 32 * 16 + k % 16);                                                                   \
+    both = _mm_and_si128(k & 16 ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15));                                  \
+    return __builtin_convertvector((BASE##_i)SIGNED(_mm_shuffle_epi8(table, both)), BASE##_f);                         \
   }                                                                                                                    \
                                                                                                                        \
   TARGET INLINE void NAME##_widen_as(const Product *p, i64 n, bf16 *to, int kind) {                                    \
     const i64 G = p->K / p->groups;                                                                                    \
     const uint8_t *row = numbers_of(p, n);                                                                             \
+    const __m128i table = four_bit_table(p->kind);                                                                     \
     for (i64 g = 0; g < p->groups; g++) {                                                                              \
-      const float scale = scale_of(p, n, g), zero = zero_of(p, n, g);                                                  \
+      const float scale = scale_of(p, n, g), zero = zero_of(p, n, g), shift = shift_of(p, n, g);                       \
       i64 k = g * G;                                                                                                   \
       for (; k % LANES == 0 && k + LANES <= (g + 1) * G; k += LANES)                                                   \
-        STORE16(to + k, (NAME##_numbers(row, k, kind) - zero) * scale);                                                \
+        STORE16(to + k, (NAME##_numbers(row, k, kind, table) - zero) * scale - shift);                                 \
       widen_some(p, n, g, k, (g + 1) * G, to);                                                                         \
     }                                                                                                                  \
   }                                                                                                                    \
@@ -145,16 +162,14 @@ WIDENED(plain)
   TARGET static void NAME##_widen(const Product *p, i64 n, bf16 *to) {                                                 \
     if (p->kind == INT8)                                                                                               \
       NAME##_widen_as(p, n, to, INT8);                                                                                 \
-    else if (p->kind == INT4)                                                                                          \
-      NAME##_widen_as(p, n, to, INT4);                                                                                 \
-    else                                                                                                               \
+    else if (p->kind == E4M3)                                                                                          \
       NAME##_widen_as(p, n, to, E4M3);                                                                                 \
+    else                                                                                                               \
+      NAME##_widen_as(p, n, to, INT4);                                                                                 \
   }
 
-T_AVX2 INLINE __m256i avx2_signed(const uint8_t *q) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)q)); }
-T_AVX2 INLINE __m256i avx2_unsigned(const uint8_t *q) {
-  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)q));
-}
+T_AVX2 INLINE __m128i load8(const uint8_t *q) { return _mm_loadl_epi64((const __m128i *)q); }
+T_AVX2 INLINE __m128i load16(const uint8_t *q) { return _mm_loadu_si128((const __m128i *)q); }
 T_AVX2 INLINE __m256i avx2_narrow(avx2_f x) {
   avx2_i bits = (avx2_i)x, up = (bits + 0x7fff + (bits >> 16 & 1)) >> 16 & 0xffff;
   return (__m256i)avx2_pick((avx2_i)(x != x), (avx2_f)(avx2_i)_mm256_set1_epi32(0x7fc0), (avx2_f)up);
@@ -164,23 +179,90 @@ T_AVX2 INLINE void avx2_store16(bf16 *to, avx2_f x) {
   _mm_storeu_si128((__m128i *)to, _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
 }
 
-T_AVX512F INLINE __m512i avx512f_signed(const uint8_t *q) {
-  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)q));
-}
-T_AVX512F INLINE __m512i avx512f_unsigned(const uint8_t *q) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)q));
-}
-T_AVX512F INLINE void avx512f_store16(bf16 *to, avx512f_f x) {
-  avx512f_i bits = (avx512f_i)x, up = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  up = (avx512f_i)avx512f_pick((avx512f_i)(x != x), (avx512f_f)(avx512f_i)_mm512_set1_epi32(0x7fc0), (avx512f_f)up);
-  _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)up));
-}
 T_BF16 INLINE void bf16_store16(bf16 *to, avx512f_f x) { _mm256_storeu_si256((__m256i *)to, rounded((__m512)x)); }
 
-WIDENING(avx2, avx2, T_AVX2, 8, avx2_signed, avx2_unsigned, avx2_store16)
-WIDENING(avx512f, avx512f, T_AVX512F, 16, avx512f_signed, avx512f_unsigned, avx512f_store16)
-WIDENING(any, avx512f, T_BF16, 16, avx512f_signed, avx512f_unsigned, bf16_store16)
+WIDENING(avx2_any, avx2, T_AVX2, 8, load8, _mm256_cvtepi8_epi32, _mm256_cvtepu8_epi32, avx2_store16)
+WIDENING(any, avx512f, T_BF16, 16, load16, _mm512_cvtepi8_epi32, _mm512_cvtepu8_epi32, bf16_store16)
 #undef WIDENING
+
+/* --- numbers whose weights are the same everywhere, or all through a group, by bytes (AVX2) ---
+ *
+ * The two bytes of a bfloat16 are looked up or made apart from each other, 32 numbers at once. */
+
+typedef struct {
+  __m256i low, high;
+} Bytes;
+
+/* Of e4m3: where it has an exponent its bits are those of bfloat16, but for the exponent's bias. */
+T_AVX2 INLINE Bytes e4m3_bytes(__m256i v) {
+  const __m256i most = _mm256_set1_epi8(0x7f), size = _mm256_and_si256(v, most);
+  const __m256i highs = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 59, 59, 59, 60, 60, 60, 60, 0, 0, 0, 0, 0, 0, 0, 0));
+  const __m256i lows = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0));
+  __m256i low = _mm256_slli_epi16(_mm256_and_si256(size, _mm256_set1_epi8(15)), 4);
+  __m256i high = _mm256_and_si256(_mm256_srli_epi16(size, 4), _mm256_set1_epi8(7));
+  high = _mm256_add_epi8(high, _mm256_set1_epi8(60));
+  const __m256i small = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), size), nan = _mm256_cmpeq_epi8(size, most);
+  low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(lows, size), small);
+  high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(highs, size), small);
+  high = _mm256_or_si256(high, _mm256_and_si256(nan, most));
+  return (Bytes){_mm256_or_si256(low, _mm256_and_si256(nan, _mm256_set1_epi8((char)0xc0))),
+                 _mm256_or_si256(high, _mm256_andnot_si256(most, v))};
+}
+
+T_AVX2 INLINE void store32(bf16 *to, Bytes v) {
+  const __m256i a = _mm256_unpacklo_epi8(v.low, v.high), b = _mm256_unpackhi_epi8(v.low, v.high);
+  _mm256_storeu_si256((__m256i *)to, _mm256_permute2x128_si256(a, b, 0x20));
+  _mm256_storeu_si256((__m256i *)(to + 16), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+/* 32 numbers of four bits, a byte each, in order. */
+T_AVX2 INLINE __m256i nibbles32(const uint8_t *q) {
+  const __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)q));
+  return _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_set_epi64x(4, 4, 0, 0)), _mm256_set1_epi8(15));
+}
+
+/* The weights of all sixteen numbers of a group. */
+T_AVX2 INLINE Bytes table_of(const Product *p, i64 n, i64 g) {
+  const float scale = scale_of(p, n, g), zero = zero_of(p, n, g), shift = shift_of(p, n, g);
+  bf16 all[16];
+  for (int i = 0; i < 2; i++) {
+    const __m256i some = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(FOUR_BITS[p->kind] + 8 * i)));
+    avx2_store16(all + 8 * i, (__builtin_convertvector((avx2_i)some, avx2_f) - zero) * scale - shift);
+  }
+  const __m256i v = _mm256_loadu_si256((const __m256i *)all), byte = _mm256_set1_epi16(255);
+  const __m256i both = _mm256_packus_epi16(_mm256_and_si256(v, byte), _mm256_srli_epi16(v, 8));
+  const __m256i turned = _mm256_permute4x64_epi64(both, 0xd8); /* all low ones, all high ones */
+  return (Bytes){_mm256_permute2x128_si256(turned, turned, 0x00), _mm256_permute2x128_si256(turned, turned, 0x11)};
+}
+
+T_AVX2 static void avx2_widen(const Product *p, i64 n, bf16 *to) {
+  const uint8_t *row = numbers_of(p, n);
+  const i64 K = p->K, G = K / p->groups;
+  i64 k = 0;
+  if (half_bytes(p->kind) && G % 32 == 0) {
+    for (i64 g = 0; g < p->groups; g++) {
+      const Bytes table = table_of(p, n, g);
+      for (; k < (g + 1) * G; k += 32) {
+        const __m256i v = nibbles32(row + k / 2);
+        store32(to + k, (Bytes){_mm256_shuffle_epi8(table.low, v), _mm256_shuffle_epi8(table.high, v)});
+      }
+    }
+  } else if (p->kind == E4M3 && scaled_later(p) && !p->zero) {
+    for (; k + 32 <= K; k += 32) store32(to + k, e4m3_bytes(_mm256_loadu_si256((const __m256i *)(row + k))));
+    widen_some(p, n, 0, k, K, to);
+  } else if (p->kind == INT8 && scaled_later(p) && !p->zero) {
+    for (; k + 8 <= K; k += 8) { /* whole numbers below 256 lose nothing */
+      const __m256i v = (__m256i)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load8(row + k)));
+      const __m256i up = _mm256_srli_epi32(v, 16);
+      const __m128i eight = _mm_packus_epi32(_mm256_castsi256_si128(up), _mm256_extracti128_si256(up, 1));
+      _mm_storeu_si128((__m128i *)(to + k), eight);
+    }
+    widen_some(p, n, 0, k, K, to);
+  } else {
+    avx2_any_widen(p, n, to);
+  }
+}
 
 /* Numbers without groups or zeros, 32 at a time. */
 T_BF16 INLINE void bf16_widen_exactly(const Product *p, i64 n, bf16 *to, int kind) {
@@ -190,19 +272,19 @@ T_BF16 INLINE void bf16_widen_exactly(const Product *p, i64 n, bf16 *to, int kin
   widen_some(p, n, 0, k, p->K, to);
 }
 
-/* int4: a table has the weights of all sixteen numbers of a group; the four of a word are brought to the low bits of four
+/* 4 bits: a table has the weights of all sixteen numbers of a group; the four of a word are brought to the low bits of four
  * words, which are what a permutation looks at, and then into the order of weights. */
-T_BF16 static void int4_widen(const Product *p, i64 n, bf16 *to) {
+T_BF16 static void four_bit_widen(const Product *p, i64 n, bf16 *to) {
   const __m512i shifts = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008, 0x0008000800080008,
                                           0x0004000400040004, 0x0004000400040004, 0, 0);
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                          20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512 every = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+  const __m512 every = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(four_bit_table(p->kind)));
   const i64 G = p->K / p->groups;
   const uint8_t *row = numbers_of(p, n);
   for (i64 g = 0; g < p->groups; g++) {
-    __m512 of = _mm512_sub_ps(every, _mm512_set1_ps(zero_of(p, n, g)));
-    const __m512i table = _mm512_broadcast_i64x4(rounded(_mm512_mul_ps(of, _mm512_set1_ps(scale_of(p, n, g)))));
+    __m512 of = _mm512_mul_ps(_mm512_sub_ps(every, _mm512_set1_ps(zero_of(p, n, g))), _mm512_set1_ps(scale_of(p, n, g)));
+    const __m512i table = _mm512_broadcast_i64x4(rounded(_mm512_sub_ps(of, _mm512_set1_ps(shift_of(p, n, g)))));
     for (i64 k = g * G; k < (g + 1) * G; k += 32) {
       __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(row + k / 2)));
       v = _mm512_permutexvar_epi16(_mm512_srlv_epi16(v, shifts), table);
@@ -212,9 +294,9 @@ T_BF16 static void int4_widen(const Product *p, i64 n, bf16 *to) {
 }
 
 T_BF16 static void bf16_widen(const Product *p, i64 n, bf16 *to) {
-  const int row_scales = p->groups == 1 && !p->zero;
-  if (p->kind == INT4 && p->K / p->groups % 32 == 0)
-    int4_widen(p, n, to);
+  const int row_scales = scaled_later(p) && !p->zero;
+  if (half_bytes(p->kind) && p->K / p->groups % 32 == 0)
+    four_bit_widen(p, n, to);
   else if (p->kind == INT8 && row_scales)
     bf16_widen_exactly(p, n, to, INT8);
   else if (p->kind == E4M3 && row_scales)
@@ -222,9 +304,9 @@ T_BF16 static void bf16_widen(const Product *p, i64 n, bf16 *to) {
   else
     any_widen(p, n, to);
 }
-WIDENED(avx2)
-WIDENED(avx512f)
-WIDENED(bf16)
+WIDENED(avx2, avx2_widen)
+WIDENED(avx512f, avx2_widen)
+WIDENED(bf16, bf16_widen)
 
 #define ROWS_OF(NAME)                                                                                               \
   static void NAME##_rows(const Product *p, i64 n0, i64 n1, Target t) {                                                \
@@ -600,39 +682,39 @@ T_VNNI static void vnni_rows(const Product *p, i64 n0, i64 n1, Target t) {
       }
 }
 
-/* --- int4 of few rows ---
+/* --- 4 bits and few rows ---
  *
  * 64 bytes hold 128 weights. A word of them has four, of which a permutation of a table of all sixteen numbers, which looks
  * at five bits of each word (the table is there twice), makes bfloat16: four vectors, in an order that x is packed in. */
 
-enum { INT4_BLOCK = 128 };
+enum { FOUR_BIT_BLOCK = 128 };
 
-static size_t int4_bytes(i64 L, i64 K) {
-  return L <= FEW ? (size_t)(up_to(L, 4) * up_to(K, INT4_BLOCK)) * sizeof(bf16) : bf16_bytes(L, K);
+static size_t four_bit_bytes(i64 L, i64 K) {
+  return L <= FEW ? (size_t)(up_to(L, 4) * up_to(K, FOUR_BIT_BLOCK)) * sizeof(bf16) : bf16_bytes(L, K);
 }
 
 /* Whether the scales of a block fill whole lanes of its sums. */
-INLINE int fits_int4(i64 K, i64 groups) {
+INLINE int fits_four_bit(i64 K, i64 groups) {
   const i64 G = K / groups;
-  return groups == 1 || G == 32 || G == 64 || G % INT4_BLOCK == 0;
+  return groups == 1 || G == 32 || G == 64 || G % FOUR_BIT_BLOCK == 0;
 }
 
-T_BF16 static void int4_pack(const Product *p, i64 i0, i64 i1) {
+T_BF16 static void four_bit_pack(const Product *p, i64 i0, i64 i1) {
   if (!p->few) {
     bf16_pack_lanes(p, i0, i1);
     return;
   }
-  const i64 K = p->K, width = up_to(K, INT4_BLOCK);
+  const i64 K = p->K, width = up_to(K, FOUR_BIT_BLOCK);
   const __m512i order = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22,
                                          20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  memset(p->packed, 0, int4_bytes(p->L, K));
+  memset(p->packed, 0, four_bit_bytes(p->L, K));
   for (i64 i = 0; i < p->L; i++) {
     const float *from = p->x + p->row[i] * K;
     for (i64 k = 0; k < K; k += 32) {
       __m256i low = rounded(_mm512_loadu_ps(from + k)), high = rounded(_mm512_loadu_ps(from + k + 16));
       __m512i v = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
       v = _mm512_permutexvar_epi16(order, v);
-      bf16 *to = (bf16 *)p->packed + i * width + k / INT4_BLOCK * INT4_BLOCK + k % INT4_BLOCK / 4;
+      bf16 *to = (bf16 *)p->packed + i * width + k / FOUR_BIT_BLOCK * FOUR_BIT_BLOCK + k % FOUR_BIT_BLOCK / 4;
       _mm_storeu_si128((__m128i *)to, _mm512_castsi512_si128(v));
       _mm_storeu_si128((__m128i *)(to + 32), _mm512_extracti32x4_epi32(v, 1));
       _mm_storeu_si128((__m128i *)(to + 64), _mm512_extracti32x4_epi32(v, 2));
@@ -640,6 +722,9 @@ T_BF16 static void int4_pack(const Product *p, i64 i0, i64 i1) {
     }
   }
 }
+
+/* What is taken off: a zero times the scale, or a shift. */
+enum { NOTHING, ZEROS, SHIFTS };
 
 /* The scales, or zeros, of a block's lanes: ``wide``: of one group, else of 128 / G. */
 typedef struct {
@@ -665,7 +750,7 @@ T_BF16 INLINE Groups groups_at(const Product *p, i64 k, i64 G, int wide) {
   Groups g = {_mm512_setzero_si512(), 0, k / G};
   if (wide) return g;
   g.lane = _mm512_srli_epi32(lanes, G == 32 ? 2 : 3);
-  g.there = (__mmask8)((1u << min64(INT4_BLOCK / G, p->groups - g.group)) - 1);
+  g.there = (__mmask8)((1u << min64(FOUR_BIT_BLOCK / G, p->groups - g.group)) - 1);
   return g;
 }
 
@@ -674,12 +759,13 @@ typedef struct {
   __m512i a, b, c, d;
 } Numbers;
 
-T_BF16 INLINE Numbers int4_numbers(const uint8_t *q, i64 n) {
-  const __m256i sixteen = _mm256_setr_epi16((short)0xc100, (short)0xc0e0, (short)0xc0c0, (short)0xc0a0, (short)0xc080,
-                                            (short)0xc040, (short)0xc000, (short)0xbf80, 0, 0x3f80, 0x4000, 0x4040,
-                                            0x4080, 0x40a0, 0x40c0, 0x40e0);
-  const __m512i table = _mm512_broadcast_i64x4(sixteen);
-  __m512i v = n >= INT4_BLOCK ? _mm512_loadu_si512(q) : _mm512_maskz_loadu_epi8((1ull << n / 2) - 1, q);
+/* All sixteen numbers as bfloat16, twice. */
+T_BF16 INLINE __m512i sixteen_twice(int kind) {
+  return _mm512_broadcast_i64x4(rounded(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(four_bit_table(kind)))));
+}
+
+T_BF16 INLINE Numbers four_bit_numbers(const uint8_t *q, i64 n, __m512i table) {
+  __m512i v = n >= FOUR_BIT_BLOCK ? _mm512_loadu_si512(q) : _mm512_maskz_loadu_epi8((1ull << n / 2) - 1, q);
   return (Numbers){_mm512_permutexvar_epi16(v, table), _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table),
                    _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), table),
                    _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), table)};
@@ -690,14 +776,15 @@ T_BF16 INLINE __m512 dp_block(__m512 sum, Numbers w, Numbers x) {
 }
 T_BF16 INLINE Numbers block_of(const bf16 *x) { return (Numbers){load(x), load(x + 32), load(x + 64), load(x + 96)}; }
 
-/* The sums of x in each lane, that zeros take off. */
+/* The sums of x in each lane, that zeros and shifts take off. */
 T_BF16 INLINE __m512 block_sum(Numbers x) {
   const __m512i one = _mm512_set1_epi16(0x3f80);
   return dp_block(_mm512_setzero_ps(), (Numbers){one, one, one, one}, x);
 }
 
-T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wide, int zeros) {
+T_BF16 INLINE void four_bit_eight(const Product *p, i64 n0, i64 n1, float *y, int wide, int off) {
   const bf16 *x = p->packed;
+  const __m512i table = sixteen_twice(p->kind);
   const i64 K = p->K, G = K / p->groups, half = K / 2;
   for (i64 n = n0; n < n1; n += 8, y += 8) {
     const char *near = (const char *)p->q + next_rows(p, n, n1, 8, half) * half;
@@ -706,17 +793,18 @@ T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wi
   const uint8_t *w##i = p->q + row##i * half;                                                                            \
   __m512 s##i = _mm512_setzero_ps();
     EIGHT(BEGIN)
-    for (i64 k = 0; k < K; k += INT4_BLOCK) {
+    for (i64 k = 0; k < K; k += FOUR_BIT_BLOCK) {
       const char *next = near + 4 * k;
       EIGHT(NEXT)
       const Groups g = groups_at(p, k, G, wide);
       const Numbers v = block_of(x + k);
-      const __m512 sum = zeros ? block_sum(v) : _mm512_setzero_ps();
+      const __m512 sum = off ? block_sum(v) : _mm512_setzero_ps();
       __m512 t;
 #define STEP(i)                                                                                                        \
   t = _mm512_setzero_ps();                                                                                             \
-  if (zeros) t = _mm512_fnmadd_ps(lane_zeros(p->zero + row##i * p->groups, g, wide), sum, t);                          \
-  t = dp_block(t, int4_numbers(w##i + k / 2, K - k), v);                                                               \
+  if (off == ZEROS) t = _mm512_fnmadd_ps(lane_zeros(p->zero + row##i * p->groups, g, wide), sum, t);                   \
+  if (off == SHIFTS) s##i = _mm512_fnmadd_ps(lane_scales(p->shift + row##i * p->groups, g, wide), sum, s##i);          \
+  t = dp_block(t, four_bit_numbers(w##i + k / 2, K - k, table), v);                                                    \
   s##i = _mm512_fmadd_ps(t, lane_scales(p->scale + row##i * p->groups, g, wide), s##i);
       EIGHT(STEP)
 #undef STEP
@@ -727,8 +815,9 @@ T_BF16 INLINE void int4_eight(const Product *p, i64 n0, i64 n1, float *y, int wi
   }
 }
 
-T_BF16 INLINE void int4_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int wide, int zeros) {
-  const i64 K = p->K, G = K / p->groups, half = K / 2, width = up_to(K, INT4_BLOCK);
+T_BF16 INLINE void four_bit_four_by_four(const Product *p, i64 n0, i64 n1, Target t, int wide, int off) {
+  const i64 K = p->K, G = K / p->groups, half = K / 2, width = up_to(K, FOUR_BIT_BLOCK);
+  const __m512i table = sixteen_twice(p->kind);
   for (i64 n = n0; n < n1; n += 4)
     for (i64 i = 0; i < p->L; i += 4) {
       const bf16 *x = (const bf16 *)p->packed + i * width;
@@ -736,23 +825,27 @@ T_BF16 INLINE void int4_four_by_four(const Product *p, i64 n0, i64 n1, Target t,
       const __m512 z = _mm512_setzero_ps();
       __m512 a0 = z, a1 = z, a2 = z, a3 = z, b0 = z, b1 = z, b2 = z, b3 = z;
       __m512 c0 = z, c1 = z, c2 = z, c3 = z, d0 = z, d1 = z, d2 = z, d3 = z;
-      for (i64 k = 0; k < K; k += INT4_BLOCK) {
+      for (i64 k = 0; k < K; k += FOUR_BIT_BLOCK) {
         const char *next = near + 2 * k;
         NEXT(0) NEXT(1) NEXT(2) NEXT(3)
         const Groups g = groups_at(p, k, G, wide);
         __m512 sum0 = z, sum1 = z, sum2 = z, sum3 = z;
-        if (zeros) {
+        if (off) {
           sum0 = block_sum(block_of(x + k)), sum1 = block_sum(block_of(x + width + k));
           sum2 = block_sum(block_of(x + 2 * width + k)), sum3 = block_sum(block_of(x + 3 * width + k));
         }
 #define CELL(s, j)                                                                                                     \
-  s = _mm512_fmadd_ps(dp_block(zeros ? _mm512_fnmadd_ps(zero, sum##j, z) : z, v, block_of(x + j * width + k)), scale, s);
+  if (off == SHIFTS) s = _mm512_fnmadd_ps(taken, sum##j, s);                                                           \
+  s = _mm512_fmadd_ps(dp_block(off == ZEROS ? _mm512_fnmadd_ps(taken, sum##j, z) : z, v, block_of(x + j * width + k)), \
+                      scale, s);
 #define ROW(r, s)                                                                                                      \
   {                                                                                                                    \
     const i64 at_row = min64(n + r, n1 - 1);                                                                           \
-    const Numbers v = int4_numbers(p->q + at_row * half + k / 2, K - k);                                               \
+    const Numbers v = four_bit_numbers(p->q + at_row * half + k / 2, K - k, table);                                    \
     const __m512 scale = lane_scales(p->scale + at_row * p->groups, g, wide);                                          \
-    const __m512 zero = zeros ? lane_zeros(p->zero + at_row * p->groups, g, wide) : z;                                 \
+    const __m512 taken = off == ZEROS    ? lane_zeros(p->zero + at_row * p->groups, g, wide)                           \
+                         : off == SHIFTS ? lane_scales(p->shift + at_row * p->groups, g, wide)                         \
+                                         : z;                                                                          \
     CELL(s##0, 0) CELL(s##1, 1) CELL(s##2, 2) CELL(s##3, 3)                                                            \
   }
         ROW(0, a) ROW(1, b) ROW(2, c) ROW(3, d)
@@ -769,25 +862,25 @@ T_BF16 INLINE void int4_four_by_four(const Product *p, i64 n0, i64 n1, Target t,
     }
 }
 
-T_BF16 static void int4_few(const Product *p, i64 n0, i64 n1, Target t) {
-  const int wide = p->groups == 1 || p->K / p->groups % INT4_BLOCK == 0;
-#define WITH(wide, zeros)                                                                                              \
-  if (p->L == 1)                                                                                                       \
-    int4_eight(p, n0, n1, at(t, 0), wide, zeros);                                                                      \
-  else                                                                                                                 \
-    int4_four_by_four(p, n0, n1, t, wide, zeros);
-  if (wide && p->zero) {
-    WITH(1, 1)
-  } else if (wide) {
-    WITH(1, 0)
-  } else if (p->zero) {
-    WITH(0, 1)
-  } else {
-    WITH(0, 0)
-  }
+T_BF16 INLINE void four_bit_as(const Product *p, i64 n0, i64 n1, Target t, int wide, int off) {
+  if (p->L == 1)
+    four_bit_eight(p, n0, n1, at(t, 0), wide, off);
+  else
+    four_bit_four_by_four(p, n0, n1, t, wide, off);
+}
+
+T_BF16 static void four_bit_few(const Product *p, i64 n0, i64 n1, Target t) {
+  const int wide = p->groups == 1 || p->K / p->groups % FOUR_BIT_BLOCK == 0;
+#define WITH(off) wide ? four_bit_as(p, n0, n1, t, 1, off) : four_bit_as(p, n0, n1, t, 0, off)
+  if (p->zero)
+    WITH(ZEROS);
+  else if (p->shift)
+    WITH(SHIFTS);
+  else
+    WITH(NOTHING);
 #undef WITH
 }
 
-ROWS_OF(int4)
+ROWS_OF(four_bit)
 #undef ROWS_OF
 #endif /* X86 */

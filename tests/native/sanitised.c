@@ -75,6 +75,25 @@ static bf16 *bf16s(i64 n, uint32_t *state) {
 
 /* --- kernels --- */
 
+/* Weights with groups, where they fit, and zeros, shifts or neither. */
+static Product quantised(int kind, i64 N, i64 K, uint32_t *state) {
+  const i64 G = kind == E2M1 ? 16 : half_bytes(kind) || drawn(state) % 2 ? 32 : K;
+  const i64 groups = kind == ROUNDED || K % G ? 1 : K / G;
+  const uint32_t off = kind == ROUNDED ? 0 : drawn(state) % 3;
+  return (Product){
+      .N = N,
+      .K = K,
+      .kind = kind,
+      .q = bytes(N * K / (half_bytes(kind) ? 2 : 1), state),
+      .scale = floats(N * groups, state),
+      .zero = off == 1 ? bytes(N * groups, state) : NULL,
+      .shift = off == 2 ? floats(N * groups, state) : NULL,
+      .groups = groups,
+  };
+}
+
+static void put_away(Product p) { free((void *)p.q), free((void *)p.scale), free((void *)p.zero), free((void *)p.shift); }
+
 static void products(int level, i64 M, i64 N, i64 K, uint32_t *state) {
   float *x = floats(M * K, state), *y = malloc((size_t)(M * N) * sizeof *y);
   if (M > 2) memset(x + K, 0, (size_t)K * sizeof *x); /* a row that nobody reads */
@@ -83,16 +102,32 @@ static void products(int level, i64 M, i64 N, i64 K, uint32_t *state) {
     bf16 *w = bf16s(rows * K, state);
     if (!product(level, (Product){.w = w, .N = rows, .K = K, .M = M, .x = x}, y, fused, &CALL)) abort();
     for (int kind = BF16 + 1; kind < N_KINDS; kind++) {
-      const i64 groups = kind == INT4 ? K / 32 : 1;
-      void *q = bytes(rows * K / (kind == INT4 ? 2 : 1), state);
-      float *scale = floats(rows * max64(groups, 1), state);
-      Product p = {.N = rows, .K = K, .M = M, .x = x, .kind = kind, .q = q, .scale = scale, .groups = groups};
+      Product p = quantised(kind, rows, K, state);
+      p.M = M, p.x = x;
       if (fits_quantised(&p) && !product(level, p, y, fused, &CALL)) abort();
-      free(q), free(scale);
+      put_away(p);
     }
     free(w);
   }
   free(x), free(y);
+}
+
+/* Four experts, of which some have no assignment, others few rows or many. */
+static void products_of_experts(int level, i64 A, i64 N, i64 K, uint32_t *state) {
+  enum { E = 4 };
+  float *x = floats(A * K, state), *y = malloc((size_t)(A * N) * sizeof *y);
+  int32_t *expert = malloc((size_t)A * sizeof *expert);
+  for (i64 a = 0; a < A; a++) expert[a] = a % 5 == 0 ? E : a % 7 == 0 ? 1 : 3;
+  for (int fused = 0; fused < 2; fused++)
+    for (int kind = BF16; kind < N_KINDS; kind++) {
+      const i64 rows = (fused ? 2 : 1) * N;
+      Product p = kind == BF16 ? (Product){.w = bf16s(E * rows * K, state), .K = K} : quantised(kind, E * rows, K, state);
+      p.x = x;
+      const Experts e = {.of = p, .expert = expert, .y = y, .A = A, .R = A, .E = E, .N = N, .fused = fused};
+      if ((kind == BF16 || fits_quantised(&p)) && !experts(level, &e, &CALL)) abort();
+      free((void *)p.w), put_away(p);
+    }
+  free(x), free(y), free(expert);
 }
 
 /* Rows of 1 and of ``most`` tokens, over pages that they share out of order. */
@@ -126,6 +161,8 @@ static void *caller(void *number) {
       for (size_t k = 0; k < sizeof KS / sizeof *KS; k++)
         for (size_t n = 0; n < sizeof NS / sizeof *NS; n++) products(level, MS[m], NS[n], KS[k], &state);
     products(level, 3, 700, 512, &state); /* enough chunks that threads share them */
+    for (i64 A = 1; A < 80; A += 13) products_of_experts(level, A, 33, 96, &state);
+    products_of_experts(level, 20, 700, 256, &state);
     attends(level, 4, 2, 64, 1, 0, &state);
     attends(level, 8, 1, 128, 40, 0, &state);
     attends(level, 2, 2, 64, 33, 20, &state);

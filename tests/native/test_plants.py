@@ -84,8 +84,8 @@ PLANTS = {
         "if (w->page[t] <= 0 ||", "if (w->page[t] < 0 ||", "test_native_attention.py", 1
     ),
     "the next group's scale": Plant(
-        "p->scale[n * p->groups + g] : 1;",
-        "p->scale[n * p->groups + (g + 1) % p->groups] : 1;",
+        "1 : p->scale[n * p->groups + g];",
+        "1 : p->scale[n * p->groups + (g + 1) % p->groups];",
         "test_quantised.py",
         source="quantised.h",
     ),
@@ -96,10 +96,27 @@ PLANTS = {
         source="quantised.h",
     ),
     "the order of four bits": Plant(
-        "(k & 16 ? 4 : 0) & 15)",
-        "(k & 16 ? 0 : 4) & 15)",
+        "(k & 16 ? 4 : 0) & 15]",
+        "(k & 16 ? 0 : 4) & 15]",
         "test_quantised.py",
         source="quantised.h",
+    ),
+    "shifts that few rows do not take off": Plant(
+        "each = _mm256_maskload_ps(p->shift + n * groups + g, there);",
+        "each = _mm256_setzero_ps();",
+        "test_quantised.py",
+        1,
+        "grouped.h",
+    ),
+    "the scale of the other half of a block": Plant(
+        "_mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0)",
+        "_mm256_set_epi32(0, 0, 0, 0, 1, 1, 1, 1)",
+        "test_quantised.py",
+        1,
+        "grouped.h",
+    ),
+    "the scales of the first expert": Plant(
+        "  part.scale += n * p->groups;", "", "test_quantised_experts.py", 1
     ),
 }
 

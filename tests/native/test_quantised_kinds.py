@@ -11,6 +11,10 @@ import pytest
 from jserve.model import native
 from jserve.model.dot import dot, gate_up
 from tests.model.test_quant import FORMS, D, N, error, exact_product, tensor
+from tests.native.test_steps import calls
+
+XLAS = ("int8 groups rounded", "e4m3 groups rounded", "e4m3 static", "int8 static", "e4m3 bounded")
+"""Those whose activations are rounded as no kernel does it."""
 
 
 @pytest.mark.one_in(3)
@@ -18,6 +22,8 @@ from tests.model.test_quant import FORMS, D, N, error, exact_product, tensor
 def test_products(name: str, level: str) -> None:
     form = replace(FORMS[name], dtype="bfloat16")
     w, exact = tensor(form)
+    with native.kernels(level):
+        assert calls(dot, jnp.zeros((3, D)), w, name="quantised_product") == (name not in XLAS)
     rng = np.random.default_rng(1)
     with native.kernels(level):
         x = np.asarray(jnp.asarray(rng.standard_normal((3, D)), jnp.bfloat16), np.float32)

@@ -46,7 +46,7 @@ def test_products_are_chosen_by_form_rows_and_type(level):
     for form in FORMS.values():
         x, w = arrays(form, 4)
         rows = native.MOST_ROWS[level]
-        most = max(rows, native_quant.INT4_ROWS) if form.kind == "int4" else rows
+        most = max(rows, native_quant.FOUR_BIT_ROWS) if form.kind == "int4" else rows
         fused = form != FORMS["fp8"]
         assert calls(dot, x, w) == 0, "nothing is chosen unless a step asks for it"
         with native.kernels(level):
@@ -80,7 +80,7 @@ def test_results_are_those_of_xla(level, T):
 
 
 def test_the_lowest_levels_take_more_rows_of_int4(level):
-    x, w = arrays(FORMS["int4"], native_quant.INT4_ROWS)
+    x, w = arrays(FORMS["int4"], native_quant.FOUR_BIT_ROWS)
     for asked in LEVELS[1 : LEVELS.index(level) + 1]:
         with native.kernels(asked):
             assert calls(dot, x, w) == 1
@@ -91,7 +91,7 @@ def test_the_lowest_levels_take_more_rows_of_int4(level):
 @pytest.mark.parametrize("name", ["int8", "int8-weight-only", "int4", "fp8"])
 def test_whole_steps_are_close_to_xla_and_to_alone(level, name):
     steps = rig.runner("native", 1, name)
-    assert "jserve.quantised_product.v1" in steps.programs.hlo(rig.BUCKETS[0])
+    assert "jserve.quantised_product.v2" in steps.programs.hlo(rig.BUCKETS[0])
     wanted = equal.alone(steps, requests(20))
     compare(equal.run(steps, requests(20), equal.PLAIN, random.Random(0)), wanted)
     if name in ("int8-weight-only", "int4"):  # rounded activations may round to another neighbour
