@@ -103,13 +103,9 @@ class Setup:
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
-        """Gives options that are left to the device a CPU's values, and replicas with roles the host memory that
-        pages travel through."""
+        """Gives options that are left to the device a CPU's values."""
         config = self.config.on("cpu")
-        if self.roles and not config.cache.host_memory_gb:
-            cache = dataclasses.replace(config.cache, host_memory_gb=HOST_GB)
-            config = dataclasses.replace(config, cache=cache)
-        object.__setattr__(self, "config", config)
+        object.__setattr__(self, "config", with_host_memory(config) if self.roles else config)
 
     @property
     def transfer_s(self) -> float:
@@ -117,6 +113,15 @@ class Setup:
         if not self.transfer_gb_s:
             return self.device.move_s
         return self.device.page_bytes / (self.transfer_gb_s * 1e9)
+
+
+def with_host_memory(config: EngineConfig) -> EngineConfig:
+    """``config`` with the host memory that pages of replicas with roles travel through."""
+    if config.cache.host_memory_gb:
+        return config
+    return dataclasses.replace(
+        config, cache=dataclasses.replace(config.cache, host_memory_gb=HOST_GB)
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -415,7 +420,8 @@ class Simulation:
         if choice.request.exports_kv:  # what a prefill draws is thrown away
             return [EOS] * (1 + OVERRUN)
         record = self.clients.records.open[choice.request.id]
-        record.seq = self.scheduler.groups[choice.request.id][choice.index]
+        group = self.scheduler.groups[choice.request.id]
+        record.seq = next(seq for seq in group if seq.index == choice.index)
         return self.clients.streams.answer(record.item, choice.index)
 
     def _wait(self) -> int:

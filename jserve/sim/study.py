@@ -19,7 +19,7 @@ from jserve.sched.record.journal import JournalFile
 from jserve.sim import costs, plot, recorded, traffic
 from jserve.sim.fleet import simulated
 from jserve.sim.report import Report, Slo, summarise
-from jserve.sim.simulate import Run, Setup, limits_of, simulate
+from jserve.sim.simulate import Run, Setup, limits_of, simulate, with_host_memory
 from jserve.sim.trace import TraceItem, read, write
 
 BATCHING = ("continuous", "static")
@@ -224,8 +224,9 @@ def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any])
     for name in ("copy_gb_s", "transfer_gb_s"):
         if not given[name] >= 0:
             raise ConfigError(f"{name} must not be negative", field=name)
-    device = _device(wish, config, given.pop("copy_gb_s"))
     roles = parse_roles(wish.roles, given["replicas"])
+    config = with_host_memory(config) if roles else config
+    device = _device(wish, config, given.pop("copy_gb_s"))
     if given["transfer_gb_s"] and not roles:
         raise ConfigError("transfer_gb_s says nothing without roles", field="transfer_gb_s")
     return Setup(config=config, device=device, seed=wish.seed, roles=roles, **given)
