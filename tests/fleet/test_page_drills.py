@@ -99,9 +99,14 @@ def before_reading(fleet: FleetEngine, monkeypatch: Any, do: Callable[[], None])
 
 
 def other_prompts(asked: list[Request], first: int) -> list[Request]:
-    """``asked`` behind a page of their own, so that nobody has their pages; prompts of ``first`` tokens and more."""
-    begin = tuple((first + 7 * j) % 250 for j in range(first))
-    return [dataclasses.replace(one, prompt_ids=begin + one.prompt_ids) for one in asked]
+    """``asked`` behind ``first`` tokens more each, pages that nobody has."""
+    begins = [
+        tuple((first + 31 * i + 7 * j) % 250 for j in range(first)) for i in range(len(asked))
+    ]
+    return [
+        dataclasses.replace(one, prompt_ids=begin + one.prompt_ids)
+        for one, begin in zip(asked, begins, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("n_broken", [1, 99])
