@@ -88,6 +88,7 @@ STRUCTURES = [
     StructuredOutputs(json_object=True),
 ]
 NOT_BESIDE_A_STRUCTURE = (
+    "min_tokens",
     "stop_token_ids",
     "logit_bias",
     "bad_words",

@@ -114,14 +114,14 @@ def test_every_request_has_one_end_and_a_run_repeats():
     assert len(run.by_replica) == 3
 
 
-def test_who_decodes_is_disturbed_less():
+def test_who_decodes_is_disturbed_less(apart):
     """The time between tokens beside long prompts, with as many replicas."""
     trace = traffic.generate(traffic.parse(LONG), 1)
-    apart = play(trace, with_roles({PREFILL: 1, DECODE: 2}))
+    roles = play(trace, with_roles({PREFILL: 1, DECODE: 2}))
     both = play(trace, dataclasses.replace(with_roles(TWO), roles={}, replicas=3, transfer_gb_s=0))
     assert both.n_remote is None
-    p99 = [sorted(d.tpot for d in run.records.done)[-3] for run in (apart, both)]
-    assert p99[0] < 0.8 * p99[1]
+    p99 = [sorted(d.tpot for d in run.records.done)[-3] for run in (roles, both)]
+    assert p99[0] < 0.5 * p99[1]
 
 
 @pytest.mark.parametrize(
