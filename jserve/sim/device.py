@@ -140,6 +140,9 @@ class SimRunner:
         assert self._pages is not None
         return self._pages.exported()
 
+    def page_s(self) -> float:
+        return 0.0 if self._pages is None else self._pages.page_s
+
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """Nothing outlives a simulation."""
 

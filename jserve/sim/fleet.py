@@ -373,7 +373,8 @@ class FleetSimulation:
         view, pages = None, []
         if tells:
             engine, one.told_at = one.simulation.engine, one.now
-            view = view_of(one.simulation.scheduler, one.n_sent - engine.n_unread)
+            n_taken = one.n_sent - engine.n_unread
+            view = view_of(one.simulation.scheduler, n_taken, page_s=engine.page_s)
             pages = one.log.take()
         self._n_said += 1
         said = _Said(one.now, self._n_said, one, ended, prefills, view, pages)

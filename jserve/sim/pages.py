@@ -35,7 +35,7 @@ class PageThread:
     """One replica's reads and writes of ``shared``, in the order in which they were asked for."""
 
     def __init__(self, shared: SharedPages, clock: Clock) -> None:
-        self._shared, self._clock = shared, clock
+        self.page_s, self._shared, self._clock = shared.page_s, shared, clock
         self._free_at = 0.0
         self._exports: deque[float] = deque()
         self._n_exports = self._n_exported = 0

@@ -124,6 +124,12 @@ def test_who_decodes_is_disturbed_less(apart):
     assert p99[0] < 0.5 * p99[1]
 
 
+def test_nobody_is_asked_who_hands_over_too_slowly():
+    """Pages take longer than the prompt."""
+    trace = traffic.generate(traffic.parse(LONG), 1)
+    assert play(trace, with_roles({PREFILL: 1, DECODE: 2}, page_s=1.0)).n_remote == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
