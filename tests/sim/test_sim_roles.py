@@ -73,12 +73,12 @@ def test_pages_that_are_there_do_not_travel_again(apart):
 
 
 def test_a_client_that_hangs_up_meanwhile_takes_its_prompt_along(apart):
-    left = item("1", 0.0, 60, 9, cancels=((0.3, None),))
+    left = item("1", 0.0, 120, 9, cancels=((0.3, None),))  # in the first of two steps
     run = play([left, item("2", 8.0, 33, 3)], with_roles(TWO))
     found = done(run)
     assert (found["1"].finish, found["1"].n_output, found["1"].end) == ("abort", 0, 0.3)
     assert (found["2"].finish, found["2"].n_output) == ("length", 3)
-    assert run.n_remote == 1
+    assert (run.n_remote, run.n_tokens) == (1, 64 + 33 + 1 + 2)
     assert not run.records.open
 
 
