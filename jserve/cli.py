@@ -331,6 +331,12 @@ def simulate(
     router: Annotated[
         str, typer.Option(help="seconds, lmetric, p2c, round_robin or random")
     ] = "seconds",
+    roles: Annotated[
+        str, typer.Option(help="engines that compute prompts for the others: prefill=1,decode=3")
+    ] = "",
+    transfer_gb_s: Annotated[
+        float, typer.Option(help="GB/s of KV pages between engines with roles; 0: as copies", min=0)
+    ] = 0.0,
     slo_ttft_ms: Annotated[float, typer.Option(help="good: first token within")] = float("inf"),
     slo_tpot_ms: Annotated[float, typer.Option(help="good: mean token time within")] = float("inf"),
     sweep: Annotated[str, typer.Option(help="option=a,b,c: one run per value")] = "",

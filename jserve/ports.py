@@ -159,6 +159,10 @@ class DiskTier(Protocol):
         """A number that grows as exports are over, in their order, written or dropped."""
         ...
 
+    def page_s(self) -> float:
+        """Seconds that pages took of late, each, to be written or read; 0 before the first."""
+        ...
+
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """Write (device page, digest) and everything that waits, then stop."""
         ...

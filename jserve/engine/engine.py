@@ -153,6 +153,11 @@ class Engine:
         return DISK_WAIT_S if waits else BLOCKED_WAIT_S
 
     @property
+    def page_s(self) -> float:
+        """Seconds that a page takes of late to be written for other engines, or read; 0 before the first."""
+        return 0.0 if self._disk is None else self._disk.page_s()
+
+    @property
     def n_waiting(self) -> int:
         """Sequences and messages that have not been admitted."""
         return self.scheduler.n_waiting + self.n_unread + self.n_compiling + len(self.hold)

@@ -77,6 +77,8 @@ class ReplicaState:
     """Audits in which it did not say what the others said."""
     kv_events: str = ""
     """The address at which it publishes its KV events; empty: none."""
+    pid: int = 0
+    """Its process on its machine; 0: not known."""
 
 
 class EngineFace(ABC):

@@ -33,7 +33,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     row_s: float = 0.0
     """Added to every step by one more sequence that decodes."""
     page_s: float = 0.0
-    """Moving one KV page between device and host memory."""
+    """Moving one KV page between device and host memory, and where it shares pages also writing or reading it."""
     step_s: float = 0.0
     """The longest step that is usual now, with its prefill."""
 

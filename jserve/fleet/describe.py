@@ -28,14 +28,14 @@ def describe(engine: Engine, listener: PageListener | None = None) -> None:
     cache.listener = pages if listener is None else Both(pages, listener)
 
     def described(stats: Stats) -> Stats:
-        view = view_of(engine.scheduler, engine.n_read, engine.weights)
+        view = view_of(engine.scheduler, engine.n_read, engine.weights, engine.page_s)
         return msgspec.structs.replace(stats, view=view, pages=pages.take())
 
     engine.describer, engine.stats_every_s = described, EVERY_S
 
 
-def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
-    """The cost of one more request now; ``n_taken`` were read so far."""
+def view_of(scheduler: Scheduler, n_taken: int, weights: str = "", page_s: float = 0.0) -> View:
+    """The cost of one more request now; ``n_taken`` were read so far, and ``page_s`` is that of the engine."""
     resources, gate = scheduler.resources, scheduler.gate
     n, context, pace = len(resources.running), gate.n_context, gate.pace()
     seconds = scheduler.costs.seconds
@@ -48,7 +48,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "") -> View:
         wait_s={lane.value: _wait_s(scheduler, lane) for lane in Lane},
         prefill_token_s=max(0.0, pace.step_s - plain_s) / max(1.0, pace.chunk),
         row_s=max(0.0, seconds(n + ROWS, 0, context) - plain_s) / ROWS,
-        page_s=resources.swap_policy.page_move_s,
+        page_s=resources.swap_policy.page_move_s + page_s,
         step_s=max(pace.step_s, plain_s),
     )
 

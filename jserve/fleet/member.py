@@ -112,6 +112,7 @@ def state_of(member: Member, record: TrustRecord, odd: int = 0) -> ReplicaState:
         found=values.get("cache_hit_tokens", 0.0),
         odd=odd,
         kv_events=member.info.get("kv_events", ""),
+        pid=member.info.get("pid", 0),
     )
 
 

@@ -19,7 +19,13 @@ from jserve.fleet.commands import HandlePlaces
 from jserve.fleet.hedging import Hedging
 from jserve.fleet.member import Member
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
-from jserve.fleet.remote_prefill import RemotePrefills, after_prefill, may_be_remote
+from jserve.fleet.remote_prefill import (
+    RemotePrefills,
+    after_prefill,
+    is_done,
+    may_be_remote,
+    ready_behind,
+)
 from jserve.fleet.rollout import Rollout
 from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
@@ -124,12 +130,11 @@ class RequestPlacement:
         ``source``; otherwise some may be."""
         if not stream.open or self.closed:
             return
-        asked = self.asked_of(stream.request)
-        if ready:
-            asked = replace(asked, n_ready=len(asked.pages) * asked.page_size)
+        asked = ready_behind(self.asked_of(stream.request), ready=ready)
         try:
             choice = self.router.choose(asked)
-            self._send(stream, after_prefill(stream, source), asked, choice)
+            after = after_prefill(stream.request, stream.open, source)
+            self._send(stream, after, asked, choice)
         except NotReady:
             self.park([stream], "no replica")
         except JserveError as error:
@@ -144,8 +149,8 @@ class RequestPlacement:
         if stream is not None:
             self.sent.settle(output.request_id)
             replica.streams.pop(output.request_id, None)
-            ready = output.finish in (Finish.STOP, Finish.LENGTH)
-            self._answer(stream, replica.info.get("kv_transfer_address") or "", ready=ready)
+            source = replica.info.get("kv_transfer_address") or ""
+            self._answer(stream, source, ready=is_done(output))
 
     def asked_of(self, request: Request, resumed: Stream | None = None) -> Asked:
         return self.sent.asked(request, self._ready, self.page_size, resumed)

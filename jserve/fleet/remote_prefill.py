@@ -7,9 +7,11 @@ with the KV pages that are there; the others are computed again.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 from dataclasses import replace
 
 from jserve.engine.streams import Stream
+from jserve.fleet.route import Asked
 from jserve.ports import Clock
 from jserve.request_options import RequestOptions
 from jserve.sampling import SamplingParams
@@ -48,7 +50,7 @@ class RemotePrefills:
         """``output`` of a prefill came: who waited for it; None: it is no end."""
         if output.finish is None:
             return None
-        done = output.finish in (Finish.STOP, Finish.LENGTH)
+        done = is_done(output)
         self.n_done += done
         self.n_failed += not done
         return self._take(output.request_id)
@@ -73,6 +75,11 @@ class RemotePrefills:
         return stream
 
 
+def is_done(output: Output) -> bool:
+    """``output`` ends a prefill that was computed, and its pages are written."""
+    return output.finish in (Finish.STOP, Finish.LENGTH)
+
+
 def may_be_remote(request: Request) -> bool:
     """The KV of its prompt can be found by others."""
     plain = request.cache is None and not request.skip_prefix_cache and not request.said
@@ -94,9 +101,14 @@ def prefill_of(request: Request, id: str) -> Request:
     )
 
 
-def after_prefill(stream: Stream, source: str) -> Request:
-    """The request of ``stream``, whose pages are at ``source``, without the choices that have ended meanwhile."""
-    said = ()
-    if len(stream.open) < stream.request.params.n:
-        said = tuple(() if i in stream.open else None for i in range(stream.request.params.n))
-    return replace(stream.request, kv_source=source, said=said)
+def after_prefill(request: Request, still_open: Collection[int], source: str) -> Request:
+    """``request``, whose pages are at ``source``, without the choices that have ended meanwhile."""
+    n, said = request.params.n, ()
+    if len(still_open) < n:
+        said = tuple(() if i in still_open else None for i in range(n))
+    return replace(request, kv_source=source, said=said)
+
+
+def ready_behind(asked: Asked, *, ready: bool) -> Asked:
+    """``asked`` once its prefill is over. ``ready``: all its full pages were exported; otherwise some may be."""
+    return replace(asked, n_ready=len(asked.pages) * asked.page_size) if ready else asked

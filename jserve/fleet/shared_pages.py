@@ -9,7 +9,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from jserve.config import EngineConfig
+from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError
 
 MEMORY = Path("/dev/shm")
@@ -20,6 +20,15 @@ SHARE = 0.5
 ANY_ADDRESS = "0.0.0.0:0"
 
 
+def check_shares_pages(cache: CacheOptions) -> None:
+    """Raises ConfigError where replicas with these options cannot hand over pages."""
+    if not cache.prefix_caching:
+        raise ConfigError(
+            "roles need pages that are found by their prefix: prefix_caching is off",
+            field="prefix_caching",
+        )
+
+
 def with_shared_pages(config: EngineConfig) -> EngineConfig:
     """``config`` of replicas with roles, with a directory, host memory and KV transfer where it names none. The
     directory is removed on this machine when this process ends.
@@ -28,11 +37,7 @@ def with_shared_pages(config: EngineConfig) -> EngineConfig:
         ConfigError: an option that pages cannot travel with.
     """
     cache = config.cache
-    if not cache.prefix_caching:
-        raise ConfigError(
-            "roles need pages that are found by their prefix: prefix_caching is off",
-            field="prefix_caching",
-        )
+    check_shares_pages(cache)
     changes: dict[str, object] = {}
     if not cache.disk_dir:
         if not MEMORY.is_dir():

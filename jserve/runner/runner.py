@@ -424,6 +424,9 @@ class ModelRunner:
         """Calls of ``export`` whose pages are written."""
         return 0 if self._spill is None else self._spill.n_exported
 
+    def page_s(self) -> float:
+        return 0.0 if self._spill is None else self._spill.page_s
+
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """The last call: write device pages (page, digest) to disk."""
         if self._mover is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,6 +32,8 @@ MAX_WRITES = 256
 """Writes that may wait."""
 MAX_EXPORTS = 64
 """Parts of pages for other engines that may wait: they are on the device until they are written."""
+GAIN = 0.1
+"""Of each page's seconds in ``Spill.page_s``."""
 Pages = Callable[[], Iterable[tuple[bytes, bytes]]]
 """Gives (digest, page) each, and may block."""
 
@@ -55,6 +58,8 @@ class Spill:
         """Writes that were not even tried."""
         self.n_exported = self.n_received = 0
         """Calls of ``export`` that are done; pages that came from other engines' servers."""
+        self.page_s = 0.0
+        """Seconds that pages took of late, each, to be written or read; 0 before the first."""
         self._clients = clients
         self._n_exporting = 0
         self._jobs: queue.SimpleQueue[PageFetch | tuple[bytes, bytes] | Pages | None] = (
@@ -121,7 +126,7 @@ class Spill:
             exports = callable(job)
             try:
                 for digest, page in job() if exports else (job,):
-                    self.store.put(digest, page)
+                    self._put(digest, page)
             except Exception as error:  # a fault of ours must not end the thread: reads wait for it
                 log.error("a page was not written: %s", where(error))
             self.n_exported += exports
@@ -129,12 +134,24 @@ class Spill:
         if self._clients is not None:
             self._clients.close()
 
+    def _put(self, digest: bytes, page: bytes) -> None:
+        n, began = self.store.n_written, time.perf_counter()
+        self.store.put(digest, page)
+        if self.store.n_written > n:
+            self._took(time.perf_counter() - began)
+
+    def _took(self, seconds: float) -> None:
+        self.page_s += (seconds - self.page_s) * (GAIN if self.page_s else 1.0)
+
     def _get(self, fetch: PageFetch) -> bytes | None:
+        began = time.perf_counter()
         try:
             page = self.store.get(fetch.digest)
             if page is None and fetch.source and self._clients is not None:
                 page = self._clients.get(fetch.source, fetch.digest)
                 self.n_received += page is not None
+            if page is not None:
+                self._took(time.perf_counter() - began)
             return page
         except Exception as error:
             log.error("a page was not read: %s", where(error))

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jserve.ports import InFlight, RunnerLimits, StepCosts
-from jserve.types import Choice, PromptLogprobs, RowPlan, StepPlan, StepResult
+from jserve.sim.pages import PageThread, SharedPages
+from jserve.types import Choice, PageFetch, PromptLogprobs, RowPlan, StepPlan, StepResult
 
 Answers = Callable[[Choice], list[int]]
 """The tokens that a choice will draw; the end token is repeated behind them."""
@@ -58,6 +59,7 @@ class SimRunner:
         jitter: sigma of a log-normal factor on each step's time; 0 is none.
         seed: of the jitter.
         claims: step id to microseconds that its result claims instead, for replays.
+        shared: pages that other engines read and write too; without them it is no ``ports.DiskTier`` that is in use.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class SimRunner:
         jitter: float = 0.0,
         seed: int = 0,
         claims: Mapping[int, float] | None = None,
+        shared: SharedPages | None = None,
     ) -> None:
         self.costs, self.clock, self.answers, self.claims = costs, clock, answers, claims
         self.host_s, self.move_s, self.jitter = host_s, move_s, jitter
@@ -83,6 +86,7 @@ class SimRunner:
         self._rng = np.random.default_rng(seed)
         self._answers_C: list[list[int]] = [[]] * limits.n_slots
         self._blanks: dict[int, _Blank] = {}
+        self._pages = None if shared is None else PageThread(shared, clock)
 
     @property
     def limits(self) -> RunnerLimits:
@@ -103,6 +107,8 @@ class SimRunner:
         end = max(clock.now, self._free_at) + seconds
         self._free_at = end
         self.busy_s += seconds
+        if self._pages is not None:
+            self._pages.write([move.digest for move in plan.moves if move.digest], end)
         self.n_tokens += n_decode + n_prefill
         claimed = seconds * 1e6 if self.claims is None else self.claims.get(plan.id, 0.0)
         drawn = self._drawn(rows[:n_decode], ends) + [self._begun(row) for row in prefill]
@@ -113,6 +119,32 @@ class SimRunner:
         step: _Step = flight.handle
         self.clock.now = max(self.clock.now, step.end)
         return step.result
+
+    def stored(self) -> list[bytes] | None:
+        """None: it shares no pages."""
+        return None if self._pages is None else []
+
+    def fetch(self, asked: list[PageFetch]) -> None:
+        assert self._pages is not None
+        self._pages.fetch(asked)
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        assert self._pages is not None
+        return self._pages.take_fetched()
+
+    def export(self, pages: list[tuple[int, bytes]]) -> int:
+        assert self._pages is not None
+        return self._pages.export([digest for _, digest in pages])
+
+    def exported(self) -> int:
+        assert self._pages is not None
+        return self._pages.exported()
+
+    def page_s(self) -> float:
+        return 0.0 if self._pages is None else self._pages.page_s
+
+    def flush(self, pages: list[tuple[int, bytes]]) -> None:
+        """Nothing outlives a simulation."""
 
     def counters(self) -> dict[str, float]:
         """For ``Engine.stats``."""

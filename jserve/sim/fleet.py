@@ -3,8 +3,9 @@
 The engine whose clock is behind steps next, so no arrival comes to one that is ahead of it. What a replica says of
 itself reaches the router at the end of a step, ``VIEW_S`` seconds apart and when it becomes idle, as it does live: a
 choice in the middle of a step knows nothing of it. Requests that wait move as live ones do (``fleet.rebalance``). With
-``max_replicas`` others are started and stopped by the load (``fleet.autoscale``); unlike a live one, a replica that is
-stopped ends what it works on.
+``roles`` some replicas compute prompts for others, chosen as live (``fleet.roles``), and pages travel (``sim.pages``).
+With ``max_replicas`` others are started and stopped by the load (``fleet.autoscale``); unlike a live one, a replica
+that is stopped ends what it works on.
 """
 
 from __future__ import annotations
@@ -22,12 +23,22 @@ from jserve.fleet.autoscale import Autoscaler, ReplicaLoad
 from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
-from jserve.fleet.route import Asked
+from jserve.fleet.remote_prefill import (
+    after_prefill,
+    is_done,
+    may_be_remote,
+    prefill_of,
+    ready_behind,
+)
+from jserve.fleet.roles import lacking
+from jserve.fleet.route import Asked, ReplicaChoice
 from jserve.fleet.router import POLICIES, ReplicaRouter
+from jserve.fleet.shared_pages import check_shares_pages
 from jserve.fleet.suspicion import RetryBudget
 from jserve.ports import RunnerLimits
 from jserve.sched.stats import SchedStats
 from jserve.sim.device import SimClock
+from jserve.sim.pages import SharedPages
 from jserve.sim.simulate import (
     Clients,
     Run,
@@ -39,6 +50,7 @@ from jserve.sim.simulate import (
     without_deadlines,
 )
 from jserve.sim.trace import TraceItem, request_of
+from jserve.types import Finish, Output, Request
 
 VIEW_S = LOOKS_S = 0.05
 """Between two views of a replica, and between two looks for requests that had better wait elsewhere."""
@@ -50,8 +62,10 @@ class _Said(NamedTuple):
     at: float
     number: int
     by: _SimReplica
-    ended: list[tuple[str, int]]
+    ended: Seq[tuple[str, int]]
     """Requests, with the tokens that were drawn."""
+    prefills: Seq[Output]
+    """Ends of prefills for other replicas."""
     view: View | None
     pages: list[PageEvent]
 
@@ -63,14 +77,28 @@ class _SentItem:
     item: TraceItem
     asked: Asked
     to: _SimReplica
+    is_prefill: bool = False
+    """Only its prompt is computed there, for whoever answers it."""
+    still_open: set[int] = dataclasses.field(init=False)
+    """Choices whose client did not hang up before the answer began."""
+
+    def __post_init__(self) -> None:
+        self.still_open = {*range(len(self.item.outputs))}
 
 
 class _SimReplica:
     """One engine, its number at the router, and what that was told of it; it runs from ``began`` to ``ended``."""
 
-    def __init__(self, number: int, setup: Setup, limits: RunnerLimits, clients: Clients) -> None:
-        self.number, self.began, self.ended = number, 0.0, 0.0
-        self.simulation = Simulation(setup, limits, clients, clock=SimClock())
+    def __init__(
+        self,
+        number: int,
+        setup: Setup,
+        limits: RunnerLimits,
+        clients: Clients,
+        shared: SharedPages | None,
+    ) -> None:
+        self.number, self.role, self.began, self.ended = number, "", 0.0, 0.0
+        self.simulation = Simulation(setup, limits, clients, clock=SimClock(), shared=shared)
         self.log = PageLog()
         self.simulation.scheduler.resources.cache.listener = self.log
         self.n_sent = 0
@@ -99,6 +127,18 @@ def simulated(trace: Seq[TraceItem], setup: Setup) -> Run:
     return FleetSimulation(list(trace), setup, limits_of(setup)).run()
 
 
+def check_roles(setup: Setup) -> None:
+    """Raises ConfigError for roles that the other options of ``setup`` exclude."""
+    if not setup.roles:
+        return
+    check_shares_pages(setup.config.cache)
+    if setup.max_replicas > setup.replicas:
+        raise ConfigError("the number of replicas with roles is fixed", field="max_replicas")
+    if setup.transfer_gb_s and not setup.device.page_bytes:
+        why = f"{setup.device.name} does not say how large a page is"
+        raise ConfigError(f"transfer_gb_s: {why}", field="transfer_gb_s")
+
+
 def _name(one: _SimReplica) -> str:
     """Of the autoscaler's: numbers are given again."""
     return f"{one.number} since {one.began}"
@@ -108,7 +148,7 @@ class FleetSimulation:
     """One trace on ``setup.replicas`` engines.
 
     Raises:
-        ConfigError: no such router, or static batching, which is of one engine.
+        ConfigError: no such router, static batching, which is of one engine, or roles that the options exclude.
     """
 
     def __init__(self, trace: Seq[TraceItem], setup: Setup, limits: RunnerLimits) -> None:
@@ -116,6 +156,7 @@ class FleetSimulation:
             raise ConfigError(f"router must be one of {', '.join(POLICIES)}", field="router")
         if setup.batching != "continuous":
             raise ConfigError("static batching is simulated for one engine", field="batching")
+        check_roles(setup)
         self.clients = Clients(trace, setup)
         self.router = ReplicaRouter(policy=setup.router, seed=setup.seed)
         self._asking = Asking()
@@ -127,6 +168,14 @@ class FleetSimulation:
         self.autoscaler = Autoscaler()
         self.n_moved = 0
         """Times that a request was moved elsewhere."""
+        self.n_remote = 0
+        """Prompts that a prefill replica computed."""
+        self._shared = SharedPages(setup.transfer_s) if setup.roles else None
+        self._prefills: dict[str, str] = {}
+        """By request id, that of its prefill, while this is under way."""
+        self._n_prefills = 0
+        self._ends: list[float] = []
+        """A heap of the times at which prefills ended that the router may not have heard of."""
         self._starting: list[float] = []
         """Times at which those that were started will be ready."""
         self._next_sample = 0.0
@@ -134,7 +183,7 @@ class FleetSimulation:
         """A heap of the messages that the router has not heard yet."""
         self._n_said = 0
         self._sent: dict[str, _SentItem] = {}
-        """By request id."""
+        """By id of a request or prefill, in the order in which they were sent."""
         self._rebalances, self._next_look = RetryBudget(), 0.0
         for _ in range(setup.replicas):
             self._join(self.clients.next_at or 0.0)
@@ -149,8 +198,9 @@ class FleetSimulation:
         while not clients.enough:
             busy = [one for one in self.replicas.values() if one.busy]
             behind = min(busy, key=lambda one: one.now, default=None)
-            if clients.next_at is not None and (behind is None or clients.next_at <= behind.now):
-                self._deliver(clients.next_at)
+            next_at = self._next_at
+            if next_at is not None and (behind is None or next_at <= behind.now):
+                self._deliver(next_at)
             elif behind is not None:
                 self._look(behind.now)
                 self._step(behind)
@@ -158,13 +208,22 @@ class FleetSimulation:
                 break
         return self._result(began)
 
+    @property
+    def _next_at(self) -> float | None:
+        """The time at which a client, or the end of a prefill, has something sent next."""
+        times = [at for at in (self.clients.next_at, *self._ends[:1]) if at is not None]
+        return min(times, default=None)
+
     def _deliver(self, now: float) -> None:
         """Hand in what is due at ``now``."""
+        while self._ends and self._ends[0] <= now:
+            heappop(self._ends)
+            self._hear(now)
         for at, item, index, hangs_up in self.clients.due(now):
-            if not hangs_up:
+            if hangs_up:
+                self._hang_up(item, index, at)
+            else:
                 self._send(item, at)
-            elif item.id in self._sent:
-                self._sent[item.id].to.simulation.engine.cancel(item.id, index)
 
     def _send(self, item: TraceItem, at: float) -> None:
         for one in self.replicas.values():
@@ -172,14 +231,73 @@ class FleetSimulation:
                 one.simulation.clock.now = max(one.now, at)
         self._hear(at)
         self._scale(at)
-        request = request_of(item, self.clients.streams, at)
-        if not self.setup.deadlines:
-            request = without_deadlines(request)
+        request = self.clients.sent(item, at)
         asked = self._asking.of(request, self.page_size)
-        chosen = self.replicas[self.router.choose(asked).replica]
-        self._sent[item.id] = _SentItem(item, asked, chosen)
-        chosen.n_sent += 1
-        chosen.simulation.send(item, at)
+        apart = self.setup.roles and may_be_remote(request)
+        choice = self.router.choose_prefill(asked) if apart else None
+        if choice is None:
+            sent = _SentItem(item, asked, self._chosen(self.router.choose(asked)))
+            self._submit(sent, request, at)
+            return
+        self._n_prefills += 1
+        id = self._prefills[item.id] = f"{item.id} prompt {self._n_prefills}"
+        sent = _SentItem(item, asked, self._chosen(choice), is_prefill=True)
+        self._submit(sent, prefill_of(request, id), at)
+
+    def _chosen(self, choice: ReplicaChoice) -> _SimReplica:
+        return self.replicas[choice.replica]
+
+    def _submit(self, sent: _SentItem, request: Request, now: float) -> None:
+        """Hand ``request`` to the replica of ``sent``."""
+        to, self._sent[request.id] = sent.to, sent
+        if not to.busy:
+            to.simulation.clock.now = max(to.now, now)
+        to.n_sent += 1
+        to.simulation.engine.submit(request)
+
+    def _hang_up(self, item: TraceItem, index: int | None, at: float) -> None:
+        """The client of ``item`` wants no more of choice ``index``, or of any."""
+        self._hear(at)
+        prefill = self._prefills.get(item.id)
+        if prefill is None:
+            if item.id in self._sent:
+                self._sent[item.id].to.simulation.engine.cancel(item.id, index)
+            return
+        sent = self._sent[prefill]
+        gone = sent.still_open & ({index} if index is not None else sent.still_open)
+        sent.still_open -= gone
+        ends = [Output(request_id=item.id, index=i, finish=Finish.ABORT) for i in sorted(gone)]
+        self.clients.receive(ends, at)
+        if not sent.still_open:
+            self._take_prefill(prefill)
+            sent.to.simulation.engine.cancel(prefill)
+
+    def _take_prefill(self, id: str) -> _SentItem | None:
+        """The prefill ``id``, which nobody computes or wants any more; None: nobody did before."""
+        sent = self._sent.pop(id, None)
+        if sent is not None:
+            del self._prefills[sent.item.id]
+            self.router.over(sent.asked, sent.to.number)
+        return sent
+
+    def _answer(self, end: Output, now: float) -> None:
+        """As ``fleet.placement`` does: a request whose prefill is over is answered where that costs least."""
+        prefill = self._take_prefill(end.request_id)
+        if prefill is None:
+            return
+        self.n_remote += is_done(end)
+        item = prefill.item
+        request = self._request(item)
+        asked = ready_behind(self._asking.of(request, self.page_size), ready=is_done(end))
+        sent = _SentItem(item, asked, self._chosen(self.router.choose(asked)))
+        self._submit(sent, after_prefill(request, prefill.still_open, ""), now)
+
+    def _request(self, item: TraceItem) -> Request:
+        """That of ``item``, which was sent before."""
+        record = self.clients.records.open[item.id]
+        request = request_of(item, self.clients.streams, record.at)
+        request = dataclasses.replace(request, attempt=record.attempt)
+        return request if self.setup.deadlines else without_deadlines(request)
 
     def _look(self, now: float) -> None:
         """Every ``LOOKS_S``, by what the router has heard; nothing that is sent before ``now`` comes later."""
@@ -193,69 +311,87 @@ class FleetSimulation:
         sent = [
             (id, one.asked, one.to.number)
             for id, one in self._sent.items()
-            if not self._has_told(id, now) and not self.clients.records.open[id].attempt
+            if not self._has_told(id, now)
         ]
         waiting = waits_of(sent, self.router.candidates)
-        for one in longest_waits(waiting):
+        for one in longest_waits([each for each in waiting if self._may_move(each.id)]):
             if goes_elsewhere(one, self.router.candidates, self.router.pages):
                 if not self._rebalances.spend(1):
                     return
-                self._move(self._sent[one.id], now)
+                self._move(self._sent.pop(one.id), now)
 
     def _has_told(self, id: str, now: float) -> bool:
+        if self._sent[id].is_prefill:
+            return False
         record = self.clients.records.open.get(id)
         return record is None or any([times and times[0] <= now for times in record.times])
 
+    def _may_move(self, id: str) -> bool:
+        sent = self._sent[id]
+        apart = sent.is_prefill or sent.asked.n_ready > 0
+        return not apart and not self.clients.records.open[id].attempt
+
     def _move(self, sent: _SentItem, now: float) -> None:
-        """The request goes to the cheapest other replica."""
-        id, record = sent.item.id, self.clients.records.open[sent.item.id]
-        sent.to.simulation.engine.cancel(id)
+        """The request, which is ``sent`` no longer, goes to the cheapest other replica."""
+        item = sent.item
+        sent.to.simulation.engine.cancel(item.id)
         self.router.over(sent.asked, sent.to.number)
         candidate = self.router.candidates[sent.to.number]
         out, candidate.out = candidate.out, True
-        sent.to = to = self.replicas[self.router.choose(sent.asked).replica]
+        to = self._chosen(self.router.choose(sent.asked))
         candidate.out = out
-        self._sent[id] = self._sent.pop(id)  # behind those who are there
-        if not to.busy:
-            to.simulation.clock.now = max(to.now, now)
-        record.attempt, to.n_sent, self.n_moved = (
-            record.attempt + 1,
-            to.n_sent + 1,
-            self.n_moved + 1,
-        )
-        request = request_of(sent.item, self.clients.streams, record.at)
-        request = dataclasses.replace(request, attempt=record.attempt)
-        to.simulation.engine.submit(request if self.setup.deadlines else without_deadlines(request))
+        self.clients.records.open[item.id].attempt += 1
+        self.n_moved += 1
+        self._submit(_SentItem(item, sent.asked, to), self._request(item), now)
 
     def _step(self, one: _SimReplica) -> None:
-        one.simulation.advance()
+        outputs = one.simulation.advance()
+        prefills = [out for out in outputs if self._ends_prefill(out)]
+        if prefills:
+            heappush(self._ends, one.now)
         tells = one.now - one.told_at > VIEW_S or not one.busy
-        self._say(one, self.clients.take_ended(), tells=tells)
+        self._say(one, self.clients.take_ended(), prefills, tells=tells)
         if one.now >= self._next_sample:
             self._sample(one.now)
         self._scale(one.now)
 
-    def _say(self, one: _SimReplica, ended: list[tuple[str, int]], *, tells: bool) -> None:
+    def _ends_prefill(self, output: Output) -> bool:
+        sent = None if output.finish is None else self._sent.get(output.request_id)
+        return sent is not None and sent.is_prefill
+
+    def _say(
+        self,
+        one: _SimReplica,
+        ended: Seq[tuple[str, int]] = (),
+        prefills: Seq[Output] = (),
+        *,
+        tells: bool,
+    ) -> None:
         """Queue what ``one`` says now; ``tells``: its view is among it."""
-        if not tells and not ended:
+        if not tells and not ended and not prefills:
             return
         view, pages = None, []
         if tells:
             engine, one.told_at = one.simulation.engine, one.now
-            view = view_of(one.simulation.scheduler, one.n_sent - engine.n_unread)
+            n_taken = one.n_sent - engine.n_unread
+            view = view_of(one.simulation.scheduler, n_taken, page_s=engine.page_s)
             pages = one.log.take()
         self._n_said += 1
-        heappush(self._said, _Said(one.now, self._n_said, one, ended, view, pages))
+        said = _Said(one.now, self._n_said, one, ended, prefills, view, pages)
+        heappush(self._said, said)
 
     def _hear(self, now: float) -> None:
         """The router hears what was said until ``now``."""
         while self._said and self._said[0].at <= now:
             said = heappop(self._said)
             for id, n_tokens in said.ended:
-                self._asking.learn(n_tokens)
-                sent = self._sent.pop(id)
-                self.router.over(sent.asked, sent.to.number)
-                self._rebalances.earned()
+                sent = self._sent.pop(id, None)
+                if sent is not None:  # else its client hung up before it was answered
+                    self._asking.learn(n_tokens)
+                    self.router.over(sent.asked, sent.to.number)
+                    self._rebalances.earned()
+            for end in said.prefills:
+                self._answer(end, said.at)
             if said.view is not None:
                 self.router.update(said.by.number, said.view, said.pages)
 
@@ -287,10 +423,13 @@ class FleetSimulation:
         return self.router.candidates[one.number].out
 
     def _join(self, now: float) -> None:
-        made = _SimReplica(self.router.join(), self.setup, self.limits, self.clients)
+        made = _SimReplica(self.router.join(), self.setup, self.limits, self.clients, self._shared)
         made.began = made.simulation.clock.now = now
+        if self.setup.roles:
+            made.role = lacking(self.setup.roles, [one.role for one in self.replicas.values()])
+            self.router.candidates[made.number].role = made.role
         self.replicas[made.number] = made
-        self._say(made, [], tells=True)
+        self._say(made, tells=True)
         self._hear(now)
         made.told_at = -math.inf  # it says how its first step went too
 
@@ -330,6 +469,7 @@ class FleetSimulation:
             samples=self.samples,
             by_replica=[run.n_tokens for run in runs],
             replica_s=replica_s,
+            n_remote=self.n_remote if self.setup.roles else None,
         )
 
 

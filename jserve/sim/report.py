@@ -132,12 +132,16 @@ def _replicas(run: Run) -> dict[str, Any]:
     if not tokens:
         return {}
     mean = sum(tokens) / len(tokens)
-    return {
+    found = {
         "n": len(tokens),
         "mean": _share(run.replica_s, run.seconds),
         "computed_tokens": tokens,
         "most_over_mean": _share(max(tokens), mean),
     }
+    if run.n_remote is not None:
+        found["remote_prefills"] = run.n_remote
+        found["pages_handed_over"] = int(run.counters["disk_pages_read_total"])
+    return found
 
 
 def _queue(run: Run) -> dict[str, Any]:
@@ -288,9 +292,15 @@ def _line(report: Report) -> str:
 def _spread_over(replicas: dict[str, Any]) -> str:
     if not replicas:
         return ""
+    apart = ""
+    if "remote_prefills" in replicas:
+        apart = (
+            f", {replicas['remote_prefills']} prompts computed apart,"
+            f" {replicas['pages_handed_over']} pages handed over"
+        )
     return (
         f", {replicas['n']} replicas ({replicas['mean']:.2f} at a time),"
-        f" the busiest {replicas['most_over_mean']:.2f} times the mean"
+        f" the busiest {replicas['most_over_mean']:.2f} times the mean{apart}"
     )
 
 

@@ -28,13 +28,15 @@ from typing import Protocol
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
 from jserve.errors import JserveError
+from jserve.fleet.shared_pages import HOST_GB
 from jserve.ports import Clock, Journal, RunnerLimits
 from jserve.sched.scheduler import Scheduler
 from jserve.sched.stats import SchedStats
 from jserve.sim.costs import MAX_PREFILL_ROWS, Device, ladder
 from jserve.sim.device import SimClock, SimRunner
+from jserve.sim.pages import SharedPages
 from jserve.sim.records import Done, Record, Records
-from jserve.sim.trace import VOCAB, Streams, TraceItem, request_of
+from jserve.sim.trace import EOS, OVERRUN, VOCAB, Streams, TraceItem, request_of
 from jserve.types import Choice, Output, Request
 
 IDLE_S = 0.01
@@ -93,12 +95,33 @@ class Setup:
     """Seconds until one that is started is ready."""
     router: str = "seconds"
     """Chooses between them, one of ``fleet.router.POLICIES``."""
+    roles: dict[str, int] = field(default_factory=dict)
+    """Of ``fleet.roles.parse_roles``."""
+    transfer_gb_s: float = 0.0
+    """GB/s at which replicas with roles write pages for others, or read them; 0: as they copy them to host memory."""
     journal: Journal | None = None
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
         """Gives options that are left to the device a CPU's values."""
-        object.__setattr__(self, "config", self.config.on("cpu"))
+        config = self.config.on("cpu")
+        object.__setattr__(self, "config", with_host_memory(config) if self.roles else config)
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds to write a page for other replicas, or to read it."""
+        if not self.transfer_gb_s:
+            return self.device.move_s
+        return self.device.page_bytes / (self.transfer_gb_s * 1e9)
+
+
+def with_host_memory(config: EngineConfig) -> EngineConfig:
+    """``config`` with the host memory that pages of replicas with roles travel through."""
+    if config.cache.host_memory_gb:
+        return config
+    return dataclasses.replace(
+        config, cache=dataclasses.replace(config.cache, host_memory_gb=HOST_GB)
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +147,8 @@ class Run:
     """Tokens computed by each engine, where there are several."""
     replica_s: float = 0.0
     """Seconds for which they ran, all together."""
+    n_remote: int | None = None
+    """Prompts that a prefill replica computed for others; None: there are no roles."""
 
     @property
     def seconds(self) -> float:
@@ -288,6 +313,7 @@ class Simulation:
         clock: simulated time; moved by the runner and, between steps, by this loop.
         readings: what the scheduler gets instead, if not ``clock``.
         claims: step times that results claim instead of the device's; see ``SimRunner``.
+        shared: pages that other engines read and write too.
     """
 
     def __init__(
@@ -299,6 +325,7 @@ class Simulation:
         clock: SimClock,
         readings: Clock | None = None,
         claims: Mapping[int, float] | None = None,
+        shared: SharedPages | None = None,
     ) -> None:
         self.setup, self.clock, self.clients = setup, clock, clients
         self.runner = SimRunner(
@@ -311,6 +338,7 @@ class Simulation:
             jitter=setup.jitter,
             seed=setup.seed,
             claims=claims,
+            shared=shared,
         )
         self.scheduler = Scheduler(limits, setup.config, journal=setup.journal)
         overlap = setup.config.scheduler.overlap
@@ -335,14 +363,15 @@ class Simulation:
             elif not self._gate:
                 return self.result()
 
-    def advance(self) -> None:
-        """One step of the engine; time passes where nothing moves."""
+    def advance(self) -> list[Output]:
+        """One step of the engine, and what it told; time passes where nothing moves."""
         engine = self.engine
         before = (engine.n_steps, engine.n_in_flight)
         outputs = engine.step()
         self.clients.receive(outputs, self.clock.now)
         moved = outputs or before != (engine.n_steps, engine.n_in_flight)
         self._idle = 0 if moved else self._wait()
+        return outputs
 
     def result(self) -> Run:
         return Run(
@@ -388,14 +417,18 @@ class Simulation:
         return waiting, stats.running, stats.pages_free, stats.pages_cached
 
     def _answer(self, choice: Choice) -> list[int]:
+        if choice.request.exports_kv:  # what a prefill draws is thrown away
+            return [EOS] * (1 + OVERRUN)
         record = self.clients.records.open[choice.request.id]
-        record.seq = self.scheduler.groups[choice.request.id][choice.index]
+        group = self.scheduler.groups[choice.request.id]
+        record.seq = next(seq for seq in group if seq.index == choice.index)
         return self.clients.streams.answer(record.item, choice.index)
 
     def _wait(self) -> int:
         if self._idle > MAX_IDLE:
             raise Stuck(f"work is left at {self.clock.now:.3f} s and nothing moves it")
-        soon, next_at = self.clock.now + IDLE_S, self.clients.next_at
+        wait_s = min(IDLE_S, self.engine.blocked_wait_s)
+        soon, next_at = self.clock.now + wait_s, self.clients.next_at
         self.clock.now = soon if next_at is None else min(soon, max(next_at, self.clock.now))
         return self._idle + 1
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from jserve.config import CacheOptions, EngineConfig, SchedulerOptions
 from jserve.errors import ConfigError
+from jserve.fleet.roles import parse_roles
 from jserve.fleet.router import POLICIES
 from jserve.sched.record.journal import JournalFile
 from jserve.sim import costs, plot, recorded, traffic
 from jserve.sim.fleet import simulated
 from jserve.sim.report import Report, Slo, summarise
-from jserve.sim.simulate import Run, Setup, limits_of, simulate
+from jserve.sim.simulate import Run, Setup, limits_of, simulate, with_host_memory
 from jserve.sim.trace import TraceItem, read, write
 
 BATCHING = ("continuous", "static")
@@ -33,12 +34,12 @@ SETUP = {
     "max_replicas": int,
     "start_s": float,
     "router": str,
+    "transfer_gb_s": float,
 }
 """Settings that a sweep may change besides options of the scheduler and the cache."""
 MAX_REPLICAS = 256
 NOT_SIMULATED = {
     **dict.fromkeys(("disk_dir", "disk_gb"), "the disk tier is"),
-    "roles": "disaggregated prefill is",
     **dict.fromkeys(("speculative.method", "max_drafts"), "speculation is"),
 }
 """Options that have no price here, and what they ask for."""
@@ -68,6 +69,9 @@ class SimulateOptions:
     max_replicas: int = 0
     start_s: float = 60.0
     router: str = "seconds"
+    roles: str = ""
+    """As of ``jserve serve``, of ``replicas``."""
+    transfer_gb_s: float = 0.0
     slo_ttft_ms: float = math.inf
     slo_tpot_ms: float = math.inf
     sweep: str = ""
@@ -217,10 +221,15 @@ def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any])
         raise ConfigError(f"max_replicas must be 0 or in {limits}", field="max_replicas")
     if not given["start_s"] >= 0:
         raise ConfigError("start_s must not be negative", field="start_s")
-    copy_gb_s = given.pop("copy_gb_s")
-    if not copy_gb_s >= 0:
-        raise ConfigError("copy_gb_s must not be negative", field="copy_gb_s")
-    return Setup(config=config, device=_device(wish, config, copy_gb_s), seed=wish.seed, **given)
+    for name in ("copy_gb_s", "transfer_gb_s"):
+        if not given[name] >= 0:
+            raise ConfigError(f"{name} must not be negative", field=name)
+    roles = parse_roles(wish.roles, given["replicas"])
+    config = with_host_memory(config) if roles else config
+    device = _device(wish, config, given.pop("copy_gb_s"))
+    if given["transfer_gb_s"] and not roles:
+        raise ConfigError("transfer_gb_s says nothing without roles", field="transfer_gb_s")
+    return Setup(config=config, device=device, seed=wish.seed, roles=roles, **given)
 
 
 def _own(name: str, value: str) -> Any:

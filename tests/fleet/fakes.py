@@ -107,6 +107,9 @@ class SharedPagesRunner(SlowRunner):
     def exported(self) -> int:
         return self.spill.n_exported
 
+    def page_s(self) -> float:
+        return self.spill.page_s
+
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         self.spill.close()
 

@@ -54,7 +54,6 @@ def orders(tmp_path_factory) -> Path:
 
 class Drill:
     def __init__(self, orders: Path) -> None:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.events, replay = free_ports()
         self.config = EngineConfig.of(
             **OPTIONS, replicas=N, model=str(orders), kv_events=self.events, kv_events_replay=replay
@@ -75,7 +74,7 @@ class Drill:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def drill(orders):
+async def drill(ray_cluster, orders):
     made = Drill(orders)
     began = time.monotonic()
     try:
@@ -370,7 +369,7 @@ async def test_d12_a_front_is_killed(drill):
     await until(lambda: running() == 0, 20.0)
 
 
-async def test_the_number_follows_the_load(orders):
+async def test_the_number_follows_the_load(ray_cluster, orders):
     """One replica, more than it can do, three, nothing to do, one: Serve starts them, the front chooses who ends."""
     config = EngineConfig.of(**OPTIONS, replicas=1, max_replicas=N, model=str(orders))
     limits = {"window_s": 3.0, "hold_s": 10.0}

@@ -153,6 +153,9 @@ def test_options_of_replicas_with_roles(tmp_path, monkeypatch):
 
 # -- the requests
 
+MOVE_S = 1e-5
+"""``page_move_s`` of ``fakes.build``."""
+
 
 @pytest.fixture(autouse=True)
 def quiet(caplog):
@@ -203,6 +206,9 @@ async def test_answers_are_those_of_one_engine(tmp_path, apart):
         assert helper.n_requests == 8
         assert all(one.n_requests for one in world.of(DECODE))
         await until(lambda: world.n_moved >= 16)  # two full pages of 40 tokens each
+        await until(
+            lambda: all(one.view.page_s > MOVE_S for one in world.fleet.members)
+        )  # measured
         assert not world.fleet._placement.sent
         assert not len(world.fleet._placement.prefills)
 

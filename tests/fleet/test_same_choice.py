@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jserve.config import EngineConfig
+from jserve.fleet.roles import DECODE
+from jserve.fleet.route import PREFILL
 from jserve.sim import traffic
 from jserve.sim.costs import Device
 from jserve.sim.simulate import Setup
-from tests.fleet.virtual import live_choices, simulated_choices
+from tests.fleet.virtual import Choices, live_choices, simulated_choices
 
 TRACES = {
     "prefixes": "prefixes=24,prefix=400,zipf=0,prompt=60,prompt_sigma=0.2,output=40,context=1000,rate=12",
@@ -16,6 +20,7 @@ TRACES = {
     "popular": "prefixes=40,prefix=600,zipf=1,prompt=60,output=80,context=1500,rate=10",
     "overload": "prefixes=12,prefix=200,zipf=1,prompt=60,output=60,context=1000,rate=60",
 }
+LONG = "prefixes=8,prefix=300,zipf=0,prompt=700,prompt_sigma=0.5,output=80,context=2000,rate=4"
 
 
 class Costs:
@@ -25,25 +30,40 @@ class Costs:
         return 0.008 + 1e-4 * n_decode + 1e-4 * n_prefill + 2e-8 * n_decode * n_context
 
 
-def setup(router: str = "seconds") -> Setup:
+def setup(**changes: Any) -> Setup:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "page_size": 16}
     calm = {"max_queue_s": 0, "max_waiting": 10_000}
-    device = Device(name="x", costs=Costs(), n_pages=600, max_model_len=4096, host_s=0.0005)
+    pages = {"n_pages": 600, "page_bytes": 1 << 20, "move_s": 4e-5}
+    device = Device(name="x", costs=Costs(), max_model_len=4096, host_s=0.0005, **pages)
     config = EngineConfig.of(**options, **calm)
-    return Setup(config=config, device=device, replicas=4, router=router)
+    return Setup(**{"config": config, "device": device, "replicas": 4} | changes)
+
+
+def both(text: str, made: Setup) -> tuple[Choices, Choices]:
+    """(the simulator's choices, a live front's)."""
+    trace = traffic.generate(traffic.parse(text), 1)
+    simulated, live = simulated_choices(trace, made), live_choices(trace, made)
+    assert set(live) == set(simulated) == {item.id for item in trace}
+    return simulated, live
 
 
 def share_of_same(name: str, n: int, router: str = "seconds") -> float:
-    trace = traffic.generate(traffic.parse(f"{TRACES[name]},n={n}"), 1)
-    made = setup(router)
-    simulated, live = simulated_choices(trace, made), live_choices(trace, made)
-    assert set(live) == set(simulated) == {item.id for item in trace}
-    assert len(set(live.values())) == made.replicas
+    simulated, live = both(f"{TRACES[name]},n={n}", setup(router=router))
+    assert {answers for _, answers in live.values()} == {*range(4)}
     return sum(live[id] == simulated[id] for id in live) / len(live)
 
 
 def test_the_simulator_chooses_as_a_live_front():
     assert share_of_same("prefixes", 100) >= 0.95
+
+
+def test_with_roles_it_has_prompts_computed_where_a_live_front_has():
+    made = setup(roles={PREFILL: 1, DECODE: 3}, transfer_gb_s=2.0)
+    simulated, live = both(f"{LONG},n=80", made)
+    apart = [prompts for prompts, _ in live.values() if prompts is not None]
+    assert 10 <= len(apart) < len(live), "some are computed apart and some are not"
+    assert (set(apart), {answers for _, answers in live.values()}) == ({3}, {0, 1, 2})
+    assert sum(live[id] == simulated[id] for id in live) >= 0.95 * len(live)
 
 
 @pytest.mark.slow

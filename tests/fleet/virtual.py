@@ -19,11 +19,15 @@ from jserve.ports import RunnerLimits
 from jserve.sched.scheduler import Scheduler
 from jserve.sim.device import SimClock, SimRunner
 from jserve.sim.fleet import FleetSimulation
+from jserve.sim.pages import SharedPages
 from jserve.sim.simulate import Setup, limits_of
-from jserve.sim.trace import Streams, TraceItem, request_of
+from jserve.sim.trace import EOS, OVERRUN, Streams, TraceItem, request_of
 from jserve.types import Choice, Request
 
 MOVES_NOTHING_S = 0.01
+Choices = dict[str, tuple[int | None, int]]
+"""By request id: the replica that computes its prompt for another one, if any does, and the one that answers; of one
+that was moved the last one."""
 
 
 class _Jump(selectors.SelectSelector):
@@ -62,12 +66,22 @@ class VirtualClient:
     (``engine.process.serve``): an ``EngineClient``."""
 
     def __init__(
-        self, setup: Setup, limits: RunnerLimits, answer: Callable[[Choice], list[int]]
+        self,
+        setup: Setup,
+        limits: RunnerLimits,
+        answer: Callable[[Choice], list[int]],
+        shared: SharedPages | None,
     ) -> None:
         self.clock = SimClock()
         device = setup.device
         runner = SimRunner(
-            limits, device.costs, self.clock, answer, host_s=device.host_s, move_s=device.move_s
+            limits,
+            device.costs,
+            self.clock,
+            answer,
+            host_s=device.host_s,
+            move_s=device.move_s,
+            shared=shared,
         )
         scheduler = Scheduler(limits, setup.config)
         overlap = setup.config.scheduler.overlap
@@ -103,9 +117,8 @@ class VirtualClient:
             before = engine.n_steps, engine.n_in_flight
             outputs = engine.step()
             moved = outputs or before != (engine.n_steps, engine.n_in_flight)
-            await asyncio.sleep(
-                max(0.0 if moved else MOVES_NOTHING_S, self.clock.now - loop.time())
-            )
+            wait_s = 0.0 if moved else min(MOVES_NOTHING_S, engine.blocked_wait_s)
+            await asyncio.sleep(max(wait_s, self.clock.now - loop.time()))
             if outputs:
                 self._on_message(Outputs(step=engine.n_steps, outputs=outputs))
             if not engine.busy or loop.time() - told_at > engine.stats_every_s:
@@ -141,13 +154,14 @@ class VirtualSource:
 
     def __init__(self, setup: Setup, answer: Callable[[Choice], list[int]]) -> None:
         self.n, self._setup, self._answer = setup.replicas, setup, answer
+        self._shared = SharedPages(setup.transfer_s) if setup.roles else None
 
     async def start(self, on_change: Callable[[Iterable[str]], None]) -> None:
         for n in range(self.n):  # one after the other, so that numbers are those of the simulator
             on_change([f"r{i}" for i in range(n + 1)])
 
     def client(self, name: str) -> VirtualClient:
-        return VirtualClient(self._setup, limits_of(self._setup), self._answer)
+        return VirtualClient(self._setup, limits_of(self._setup), self._answer, self._shared)
 
     async def retire(self, name: str) -> None:
         raise NotImplementedError
@@ -156,9 +170,8 @@ class VirtualSource:
         pass
 
 
-def live_choices(trace: list[TraceItem], setup: Setup) -> dict[str, int]:
-    """By request id, the replica that a live front chose, of one that was moved the last one; the trace begins once all
-    replicas are ready."""
+def live_choices(trace: list[TraceItem], setup: Setup) -> Choices:
+    """Those of a live front; the trace begins once all replicas are ready."""
     return in_virtual_time(lambda loop: _Front(trace, setup, loop).choices())
 
 
@@ -167,17 +180,21 @@ class _Front:
         self._trace, self._setup, self._loop = trace, setup, loop
         self._streams = Streams()
         self._items = {item.id: item for item in trace}
+        self._prompts: dict[str, int] = {}
         self._found: dict[str, int] = {}
 
-    async def choices(self) -> dict[str, int]:
+    async def choices(self) -> Choices:
         source, time = VirtualSource(self._setup, self._answer), self._loop.time
-        fleet = FleetEngine(source, policy=self._setup.router, clock=time)
+        fleet = FleetEngine(source, policy=self._setup.router, roles=self._setup.roles, clock=time)
         await fleet.start()
-        sent = fleet._placement.sent
+        sent, waiting = fleet._placement.sent, fleet._placement.prefills._waiting
         add = sent.add
 
         def noted(request_id: str, one: Sent) -> None:
-            self._found[request_id] = one.member.number
+            if request_id in waiting:
+                self._prompts[waiting[request_id].request.id] = one.member.number
+            else:
+                self._found[request_id] = one.member.number
             add(request_id, one)
 
         sent.add = noted  # type: ignore[method-assign]
@@ -185,7 +202,7 @@ class _Front:
         firsts = [item for item in self._trace if not item.after]
         await asyncio.gather(*(self._client(fleet, item, began + item.at) for item in firsts))
         await fleet.close()
-        return self._found
+        return {id: (self._prompts.get(id), number) for id, number in self._found.items()}
 
     async def _client(self, fleet: FleetEngine, item: TraceItem, at: float) -> None:
         """Send ``item`` at ``at``, and what follows it."""
@@ -198,26 +215,25 @@ class _Front:
         await asyncio.gather(*(self._client(fleet, each, now + each.at) for each in followers))
 
     def _answer(self, choice: Choice) -> list[int]:
+        if choice.request.exports_kv:
+            return [EOS] * (1 + OVERRUN)
         return self._streams.answer(self._items[choice.request.id], choice.index)
 
 
 class RecordedSimulation(FleetSimulation):
-    """Keeps the simulator's choices; of a request that was moved, the last one."""
+    """Keeps the simulator's choices."""
 
-    choices: dict[str, int]
+    prompts: dict[str, int]
+    answers: dict[str, int]
 
-    def _send(self, item: TraceItem, at: float) -> None:
-        super()._send(item, at)
-        self.choices[item.id] = self._sent[item.id].to.number
-
-    def _move(self, sent: Any, now: float) -> None:
-        super()._move(sent, now)
-        self.choices[sent.item.id] = sent.to.number
+    def _submit(self, sent: Any, request: Request, now: float) -> None:
+        super()._submit(sent, request, now)
+        (self.prompts if sent.is_prefill else self.answers)[sent.item.id] = sent.to.number
 
 
-def simulated_choices(trace: list[TraceItem], setup: Setup) -> dict[str, int]:
-    """By request id, the replica that ``jserve simulate --replicas N`` chose."""
+def simulated_choices(trace: list[TraceItem], setup: Setup) -> Choices:
+    """Those of ``jserve simulate --replicas N``."""
     made = RecordedSimulation(trace, setup, limits_of(setup))
-    made.choices = {}
+    made.prompts, made.answers = {}, {}
     made.run()
-    return made.choices
+    return {id: (made.prompts.get(id), number) for id, number in made.answers.items()}

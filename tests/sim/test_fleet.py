@@ -118,6 +118,7 @@ def test_the_number_follows_the_load_and_nothing_is_lost():
     assert {d.error for d in run.records.done} == {None}
     assert not run.records.open
     assert report(run)["replicas"]["n"] >= 4, "so many ran at one time or another"
+    # 0.59 to 0.68 for six seeds, with moves or without: the ramp asks for up to 7, and those stay for hold_s.
     assert report(run)["replicas"]["mean"] < 0.7 * report(many)["replicas"]["mean"]
     p90 = {name: ttft(one) for name, one in (("run", run), ("few", few), ("many", many))}
     assert p90["many"] < p90["run"] < 0.2 * p90["few"]

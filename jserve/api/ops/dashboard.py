@@ -104,9 +104,9 @@ def snapshot(front: Front, after: int, now: float) -> dict[str, Any]:
 
 
 def _replica(state: ReplicaState) -> dict[str, Any]:
-    """Without addresses, which are for operators."""
+    """Without addresses and processes, which are for operators."""
     found = asdict(state)
-    del found["kv_events"]
+    del found["kv_events"], found["pid"]
     return found
 
 

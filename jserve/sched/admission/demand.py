@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from jserve.ports import StepCosts
 from jserve.sched.admission.forecast import Lengths
-from jserve.types import Lane, Sequence
+from jserve.types import Finish, Lane, Sequence
 
 FIRST_GUESS = 128
 """Output tokens of a sequence where none has ended yet."""
@@ -66,10 +66,12 @@ class Demand:
             self.saved_s += max(0.0, self.price(n_known, n_out, n_known + n_out) - seconds)
 
     def forget(self, seq: Sequence) -> None:
-        """It has ended: what it had takes the place of what was expected."""
+        """It has ended: what it had takes the place of what was expected. One that was cancelled while it waited had
+        nothing; perhaps another engine has it."""
         n_known, n_new, seconds = self._counted.pop((seq.request.id, seq.index))
         n = len(seq.tokens)
-        self._count(self.price(n_new, n - n_known, n) - seconds)
+        waited = seq.finish is Finish.ABORT and seq.charged is None
+        self._count((0.0 if waited else self.price(n_new, n - n_known, n)) - seconds)
 
     def _count(self, seconds: float) -> None:
         owed = seconds - self._too_much_s
