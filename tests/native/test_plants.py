@@ -68,7 +68,7 @@ PLANTS = {
     ),
     "the page after a border": Plant(
         "(i64)pages[pos / a->Z] * a->K",
-        "(i64)pages[(pos + 1) / a->Z] * a->K",
+        "(i64)pages[max64(pos - 16, 0) / a->Z] * a->K",
         "test_native_attention.py",
         1,
     ),
