@@ -8,9 +8,10 @@ It owns the ids of host pages, what each holds and the moves between the tiers::
     disk          every page that was saved; read into a host page when a sequence wants it
 
 A host page can be found only once the step that carried its save was committed. Contents are known
-by a digest of the whole prefix: tenant, salt, adapter and all tokens up to the page's end.
-What is loaded stays on the host too, so evicting it again costs nothing. A read from disk is begun
-with a ticket and answered later, as an input like any other, so that a replay does alike.
+by a digest of the whole prefix: tenant, salt, adapter and all tokens up to the page's end, and by their
+group where pages belong to groups of layers (``group_name``). What is loaded stays on the host too, so
+evicting it again costs nothing. A read from disk is begun with a ticket and answered later, as an input
+like any other, so that a replay does alike.
 
 Private pages (``stow``; see ``kv.swap``) have no digest: nobody finds them, they are never dropped for
 others, and they are gone once they were loaded.
@@ -50,6 +51,11 @@ def digest_of(node: Node) -> bytes:
 def next_digest(digest: bytes, tokens: Seq[int]) -> bytes:
     """The digest of the prefix named by ``digest`` and one more page of ``tokens``."""
     return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16, key=digest).digest()
+
+
+def group_name(digest: bytes, group: int) -> bytes:
+    """16 bytes that name the page which a group of layers has of the prefix ``digest``."""
+    return hashlib.blake2b(b"group %d" % group, digest_size=16, key=digest).digest()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -215,6 +221,15 @@ class HostTier:
             elif self.disk and kept.digest:
                 self.on_disk.add(kept.digest)
 
+    def n_room(self, kept: Iterable[bytes]) -> int:
+        """Host pages that a read could take without dropping one of ``kept``."""
+        free = len(self._free) + sum(k.ready and not k.n_loads for k in self._pages.values())
+        return free - sum(map(self._droppable, kept))
+
+    def _droppable(self, digest: bytes) -> bool:
+        kept = self._pages.get(digest)
+        return kept is not None and kept.ready and not kept.n_loads
+
     def fetch(self, digest: bytes, source: str = "") -> int | None:
         """A ticket for reading that prefix's last page from disk, or from ``source`` (that of a read under way, if
         there is one); None where no room is left."""
@@ -230,6 +245,10 @@ class HostTier:
             PageFetch(ticket=self._ticket, digest=digest, host=kept.host, source=source)
         )
         return self._ticket
+
+    def may_read(self, source: str | None) -> bool:
+        """True if a read could find something: there are files, or ``source`` is another engine."""
+        return bool(self.on_disk) or (self.disk and source is not None)
 
     @property
     def n_fetching(self) -> int:
