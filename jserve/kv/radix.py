@@ -247,11 +247,12 @@ class RadixTree:
         return self.window.gone(node.depth * self.page_size)
 
     def passed(self, node: Node) -> bool:
-        """True if no hit that ends where paths end or branch needs the page of ``node``: a window has slid past it."""
-        end = node
-        while self.window and len(end.children) == 1 and not end.branches:
+        """True if the page of ``node`` lies two windows before all places below where paths end or branch: no hit that
+        ends there, or up to a window earlier, needs it."""
+        end, window = node, self.window
+        while window and len(end.children) == 1 and not end.branches:
             (end,) = end.children.values()
-            if node.depth - 1 in self._behind(end):
+            if node.depth - 1 in window.gone(end.depth * self.page_size - window.tokens):
                 return True
         return False
 

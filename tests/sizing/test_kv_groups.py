@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from jserve.config import EngineConfig
-from jserve.errors import ConfigError
 from jserve.kv.groups import GroupedCache
 from jserve.shapes import SHAPES
 from jserve.sizing import plan as sizing, show
@@ -110,12 +109,11 @@ def test_padding_of_groups_is_said(tmp_path):
     assert "4 layers read all tokens: 1 group of 4" in text
 
 
-def test_what_needs_pages_of_all_layers_keeps_them(tmp_path):
-    found, _ = planned(tmp_path, "gpt-oss-20b", host_memory_gb=1.0)
-    assert found.kv_groups == ()
-    with pytest.raises(ConfigError, match="host_memory_gb") as caught:
-        planned(tmp_path, "gpt-oss-20b", host_memory_gb=1.0, kv_groups="on")
-    assert caught.value.field == "kv_groups"
+def test_host_memory_holds_pages_of_groups(tmp_path):
+    found, laid = planned(tmp_path, "gpt-oss-20b", host_memory_gb=1.0)
+    assert [group.arrays for group in found.kv_groups] == [12, 12]
+    # layers of a group * tokens of a page * (keys and values) * heads * width * bytes
+    assert laid.sizes.limits.n_host_pages == 2**30 // (12 * Z * 2 * 8 * 64 * 2)
 
 
 def test_a_context_within_all_windows_has_no_groups(tmp_path):
