@@ -79,7 +79,7 @@ class PageCache:
         self.pool = pool or PagePool(n_pages)
         self.table = table or PageTable(n_slots, pages_per_slot)
         self.tree = RadixTree(page_size, self.window, clock)
-        self.tier = tier or (HostTier(n_host_pages) if n_host_pages else None)
+        self.tier = HostTier(n_host_pages) if n_host_pages else tier
         self.groups = groups
         self.listener: PageListener | None = None
         self.n_weights, self.weights = 0, ""
@@ -135,7 +135,7 @@ class PageCache:
         root = self.tree.root(self.of_weights(key))
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
         found = prefixes(self.parts, (root,), tokens, limit)
-        n = longest(found, limit, self.tier.holds if self.tier else None)
+        n = longest(found, limit, self.tier.holds if self.tier is not None else None)
         return self.lease(slot, found[0], n, cacheable=cacheable, keeps=keeps)
 
     def lease(
@@ -195,7 +195,8 @@ class PageCache:
         if short > self.pool.n_free:
             self.evict(short - self.pool.n_free)
         fresh = self.pool.take(short)
-        fresh = fresh[self._load(lease, fresh) :]
+        if lease.absent:
+            fresh = self._load(lease, fresh)
         self.table.append(lease.slot, len(lease.pages), fresh)
         lease.pages += fresh
         lease.capacity = len(lease.pages) * self.page_size
@@ -205,8 +206,8 @@ class PageCache:
         """Pages that ``lease`` has to take to hold ``n_tokens`` and what is in host memory of them."""
         return max(0, -(-n_tokens // self.page_size) - len(lease.pages)) + len(lease.absent)
 
-    def _load(self, lease: PageLease, fresh: list[int]) -> int:
-        """Give the first ``fresh`` pages to what ``lease`` has in host memory; how many. The next plan carries the
+    def _load(self, lease: PageLease, fresh: list[int]) -> list[int]:
+        """Give ``fresh`` pages to what ``lease`` has in host memory; those that are left. The next plan carries the
         loads before all of its rows, so anybody may find these pages from now on."""
         path = path_to(lease.node)
         for page, (number, kept) in zip(fresh, lease.absent.items(), strict=False):
@@ -220,8 +221,8 @@ class PageCache:
                 self.tier.load(one, target)
             if self.listener is not None:
                 self.listener.added(node)
-        n, lease.absent = len(lease.absent), {}
-        return n
+        fresh, lease.absent = fresh[len(lease.absent) :], {}
+        return fresh
 
     def _let_be(self, lease: PageLease, numbers: Iterable[int]) -> None:
         """What ``lease`` has in host memory of pages ``numbers`` is not loaded after all."""

@@ -193,7 +193,7 @@ class GroupedCache:
         roots = [part.tree.root(part.of_weights(key)) for part in self.parts]
         limit = self._limit(tokens) if reuse else 0
         found = prefixes(self.parts, roots, tokens, limit)
-        n = longest(found, limit, self.tier.holds if self.tier else None)
+        n = longest(found, limit, self.tier.holds if self.tier is not None else None)
         leases = [
             part.lease(slot, prefix, n, cacheable=cacheable, keeps=keeps)
             for part, prefix in zip(self.parts, found, strict=True)

@@ -129,7 +129,7 @@ def fetch(
     found = prefixes(parts, roots, tokens, n)
     while n := longest(found, n, known):
         names = [name for p in found for i in p.missing(n) for name in p.names(i)]
-        short = sum(not tier.holds(name) for name in names) - tier.n_room(names)
+        short = tier.n_lacking(names)
         if short <= 0:
             return _read(tier, names, source)
         n = max(0, n - max(1, short // sum(part.n_groups for part in parts)))

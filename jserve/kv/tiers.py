@@ -146,7 +146,7 @@ class HostTier:
     def stow(self, pages: Seq[int]) -> list[HostPage] | None:
         """Private host pages that device ``pages`` are saved to by the next plan; None, with nothing
         changed, if there is no room or one of them is still to be loaded."""
-        room = len(self._free) + sum(k.ready and not k.n_loads for k in self._pages.values())
+        room = len(self._free) + sum(map(_lies_still, self._pages.values()))
         if len(pages) > room or not {page for _, page in self._loads}.isdisjoint(pages):
             return None
         stowed = []
@@ -221,14 +221,11 @@ class HostTier:
             elif self.disk and kept.digest:
                 self.on_disk.add(kept.digest)
 
-    def n_room(self, kept: Iterable[bytes]) -> int:
-        """Host pages that a read could take without dropping one of ``kept``."""
-        free = len(self._free) + sum(k.ready and not k.n_loads for k in self._pages.values())
-        return free - sum(map(self._droppable, kept))
-
-    def _droppable(self, digest: bytes) -> bool:
-        kept = self._pages.get(digest)
-        return kept is not None and kept.ready and not kept.n_loads
+    def n_lacking(self, digests: Seq[bytes]) -> int:
+        """Host pages that reads of ``digests`` lack, if none of those that are here is dropped for them."""
+        here = [kept for digest in digests if (kept := self._pages.get(digest)) is not None]
+        room = len(self._free) + sum(map(_lies_still, self._pages.values()))
+        return len(digests) - len(here) - room + sum(map(_lies_still, here))
 
     def fetch(self, digest: bytes, source: str = "") -> int | None:
         """A ticket for reading that prefix's last page from disk, or from ``source`` (that of a read under way, if
@@ -341,8 +338,7 @@ class HostTier:
     def _room(self) -> int | None:
         """A host page: a free one, or the oldest whose bytes lie still."""
         if not self._free:
-            still = (k for k in self._pages.values() if k.ready and not k.n_loads)
-            oldest = next(still, None)
+            oldest = next(filter(_lies_still, self._pages.values()), None)
             if oldest is None:
                 return None
             self._remove(oldest)
@@ -352,3 +348,8 @@ class HostTier:
     def _remove(self, kept: HostPage) -> None:
         del self._pages[kept.digest]
         self._free.append(kept.host)
+
+
+def _lies_still(kept: HostPage) -> bool:
+    """Its bytes are not on the way, either way."""
+    return kept.ready and not kept.n_loads
