@@ -10,7 +10,8 @@ It owns the pool, the page table and the tree, and keeps the three consistent.
               '------------ path to lease.node, locked -----------'
 
 A page enters the tree only by ``publish``, which the scheduler calls after the step that wrote it
-was committed with finite logits. A page whose tokens are in the tree already (two sequences
+was committed with finite logits, or by ``admit``, which has it loaded from host memory before the rows of the
+next plan run: it was committed before it went there. A page whose tokens are in the tree already (two sequences
 computed the same prefix side by side) stays private: nothing is swapped under a step in flight.
 
 Where every layer has a window, ``slide`` gives back what no later token reads, after it was published
