@@ -55,7 +55,7 @@ class Window:
 
     def longest(self, n_pages: int, present: Callable[[int], bool]) -> int:
         """The most pages, up to ``n_pages``, all of which are ``present`` that what follows them reads."""
-        head = min(n_pages, self.n_sink_pages) if self.tokens else n_pages
+        head = min(n_pages, self.n_sink_pages)
         n = next((i for i in range(head) if not present(i)), n_pages)
         at = n  # all pages from here to n are present
         while at > max(head, self.gone(n * self.page_size).stop):

@@ -64,10 +64,15 @@ class Prefix:
     def longest(self, n_pages: int, has: Has | None) -> int:
         """The most pages, up to ``n_pages``, of which all that is needed is on the device or in a tier."""
 
-        def present(number: int) -> bool:
-            return self.on_device(number) or (has is not None and all(map(has, self.names(number))))
+        def below(number: int) -> bool:
+            return has is not None and all(map(has, self.names(number)))
 
-        return self.part.window.longest(n_pages, present)
+        if self.part.window:
+            return self.part.window.longest(n_pages, lambda i: self.on_device(i) or below(i))
+        n = min(len(self.nodes), n_pages)  # all nodes have pages
+        while n < n_pages and below(n):
+            n += 1
+        return n
 
     def missing(self, n_pages: int) -> list[int]:
         """Numbers of those that a hit of ``n_pages`` needs and that are not on the device."""
