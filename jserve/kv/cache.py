@@ -226,7 +226,7 @@ class PageCache:
         return fresh
 
     def _let_be(self, lease: PageLease, numbers: Iterable[int]) -> None:
-        """What ``lease`` has in host memory of pages ``numbers`` is not loaded after all."""
+        """Pages ``numbers`` of ``lease`` in host memory are not loaded after all."""
         for number in list(numbers):
             for kept in lease.absent.pop(number, ()):
                 assert self.tier is not None

@@ -212,7 +212,7 @@ class PageLease:
     gone: range = NOTHING
     """Numbers of the pages that were given back because no later token reads them."""
     absent: dict[int, list[HostPage]] = field(default_factory=dict)
-    """Where those of ``pages`` lie that are 0 until pages are taken for them, by number."""
+    """Those in host memory, by number: 0 in ``pages`` until pages are taken for them."""
     n_shared: int = 0
     """Leading pages that came from the tree, given back or not."""
     n_published: int = 0

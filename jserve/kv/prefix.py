@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jserve.kv.cache import PageCache
 
 Has = Callable[[bytes], bool]
-"""Whether a tier has the page of that name."""
+"""True if a tier has the page of that name."""
 
 
 class Digests:
