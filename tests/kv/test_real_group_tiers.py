@@ -54,17 +54,22 @@ def n_of_a_hit(kind: str, n_tokens: int) -> int:
     )
 
 
+def evict(engine: Engine, n: int) -> None:
+    """Up to ``n`` pages leave the device; a short request's plan carries them to the host."""
+    engine.scheduler.resources.cache.evict(n)
+    tokens_of(engine, [1, 2, 3], f"carries{engine.scheduler.n_steps}", n=1)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_what_was_evicted_comes_back_from_the_host_as_it_went(kind):
     device = with_host(kind)
     assert device.limits.n_host_pages == N_HOST
     engine = engine_of(device)
-    cache = engine.scheduler.resources.cache
     for i, prompt in enumerate(LONG):
         assert tokens_of(engine, prompt, f"first{i}") == (cold(kind)[i], len(prompt))
     before = engine.scheduler.counters()["host_pages_loaded_total"]
     for turn in range(3):
-        cache.evict(10_000)
+        evict(engine, 10_000)
         for i, prompt in enumerate(LONG):
             n = 1 + (len(prompt) - 1) % Z
             assert tokens_of(engine, prompt, f"r{turn}{i}") == (cold(kind)[i], n)
@@ -81,7 +86,7 @@ def test_pages_taken_one_by_one_change_no_token(kind):
     for i, prompt in enumerate(LONG):
         tokens_of(engine, prompt, f"first{i}")
     for n in (1, 2, 3, 5, 7, 11, 13, 17):
-        engine.scheduler.resources.cache.evict(n)
+        evict(engine, n)
         drawn, n_computed = tokens_of(engine, LONG[0], f"r{n}")
         assert (drawn, n_computed) == (cold(kind)[0], 1 + (97 - 1) % Z), n
     engine.scheduler.resources.check()
@@ -136,7 +141,7 @@ def life(kind: str) -> list[tuple[int, float]]:
     """A prompt, its pages evicted, and the prompt again."""
     engine: Engine = engine_of(with_host(kind), overlap=0)
     scored(engine, LONG[:1], 2)
-    engine.scheduler.resources.cache.evict(10_000)
+    evict(engine, 10_000)
     return scored(engine, LONG[:1], 8)
 
 
