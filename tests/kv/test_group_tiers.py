@@ -338,8 +338,8 @@ def all_tortures() -> list[int]:
 
 
 def everything() -> None:
-    all_tortures()
     test_pages_evicted_before_their_load_was_planned_are_still_in_host_memory()
+    all_tortures()
 
 
 def a_windows_page_comes_back_one_position_off(patch):
@@ -412,6 +412,7 @@ def test_keeping_what_slid_and_not_what_is_needed_finds_less(monkeypatch):
     assert cache.match(KEY, [*TEXT, 1], slot=0).capacity == N_PASSED * Z
 
 
+@pytest.mark.one_in(3)
 def test_without_a_bug_nothing_is_caught_and_pages_come_back():
     assert sum(all_tortures()) > 50
 

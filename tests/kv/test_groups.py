@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from jserve.kv import cache as page_cache
 from jserve.kv.groups import GroupedCache
 from jserve.kv.pages import GroupTable, PageSets
+from jserve.kv.prefix import Prefix
 from jserve.kv_layout import Reach, Span
 from jserve.sched.record.journal import JournalFile
 from jserve.sched.record.replay import Diverged, replay
@@ -252,6 +253,7 @@ def a_hit_without_the_last_window(patch):
     patch.setattr(
         Window, "longest", lambda self, n, there: n if self.tokens else longest(self, n, there)
     )
+    patch.setattr(Prefix, "missing", lambda self, n: [])
 
 
 def the_page_of_another_group(patch):
