@@ -15,7 +15,7 @@ from tests.kv.test_group_tiers import (
     a_name_without_the_group,
     a_windows_page_comes_back_one_position_off,
 )
-from tests.kv.test_real_groups import ALL, KINDS, SHORT, W, engine_of, runner, scored
+from tests.kv.test_real_groups import KINDS, SHORT, W, engine_of, runner, scored
 from tests.kv.test_real_reuse import BUCKETS, Z, text, tokens_of
 from tests.kv.test_real_window import all_of
 from tests.runner.harness import make_runner
@@ -23,6 +23,7 @@ from tests.runner.harness import make_runner
 LONG = [text(97, seed=5), text(70, seed=6)]
 OTHERS = [text(90, seed=7), text(33, seed=8)]
 N_HOST = 200
+ALL = [pytest.param(k, marks=() if k == "gemma3" else pytest.mark.slow) for k in KINDS]
 
 
 def with_tiers(kind: str, folder=None, **options) -> ModelRunner:
