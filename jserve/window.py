@@ -13,6 +13,7 @@ Of layers that cut the text into chunks all pages of a chunk are gone where the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jserve.config import SchedulerOptions
@@ -46,6 +47,22 @@ class Window:
         edge = self._lowest(n_tokens) // self.page_size
         first = self.n_sink_pages
         return range(first, edge) if edge > first else NOTHING
+
+    def needed(self, n_pages: int) -> list[int]:
+        """Numbers of those of the first ``n_pages`` that what follows them reads."""
+        gone = self.gone(n_pages * self.page_size)
+        return [*range(gone.start), *range(gone.stop, n_pages)] if gone else [*range(n_pages)]
+
+    def longest(self, n_pages: int, present: Callable[[int], bool]) -> int:
+        """The most pages, up to ``n_pages``, all of which are ``present`` that what follows them reads."""
+        head = min(n_pages, self.n_sink_pages)
+        n = next((i for i in range(head) if not present(i)), n_pages)
+        at = n  # all pages from here to n are present
+        while at > max(head, self.gone(n * self.page_size).stop):
+            at -= 1
+            if not present(at):
+                n = at
+        return n
 
     def _lowest(self, position: int) -> int:
         if self.chunked:

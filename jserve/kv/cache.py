@@ -10,7 +10,8 @@ It owns the pool, the page table and the tree, and keeps the three consistent.
               '------------ path to lease.node, locked -----------'
 
 A page enters the tree only by ``publish``, which the scheduler calls after the step that wrote it
-was committed with finite logits. A page whose tokens are in the tree already (two sequences
+was committed with finite logits, or by ``admit``, which has it loaded from host memory before the rows of the
+next plan run: it was committed before it went there. A page whose tokens are in the tree already (two sequences
 computed the same prefix side by side) stays private: nothing is swapped under a step in flight.
 
 Where every layer has a window, ``slide`` gives back what no later token reads, after it was published
@@ -30,9 +31,10 @@ import numpy as np
 from jserve.faults import point
 from jserve.kv import audit
 from jserve.kv.pages import PageLease, PagePool, PageSets, PageTable
+from jserve.kv.prefix import Prefix, fetch, longest, prefixes
 from jserve.kv.radix import Node, RadixTree, RootKey, Ticks, path_to
 from jserve.kv.retention import SESSION, Keep
-from jserve.kv.tiers import HostPage, HostTier, digest_of, next_digest
+from jserve.kv.tiers import HostTier, digest_of, group_name
 from jserve.types import PageMove
 from jserve.window import Window
 
@@ -67,16 +69,19 @@ class PageCache:
         pool: PagePool | PageSets | None = None,
         table: PageTable | None = None,
         clock: Ticks | None = None,
+        tier: HostTier | None = None,
+        groups: range | None = None,
     ) -> None:
-        """``window``, ``sinks``, ``chunked`` as of ``Window``. ``pool`` in place of one of ``n_pages``, ``table`` and
-        ``clock`` are those of a part of a ``GroupedCache``."""
+        """``window``, ``sinks``, ``chunked`` as of ``Window``. ``pool`` in place of one of ``n_pages``, ``table``,
+        ``clock``, ``tier`` and the numbers of its ``groups`` of layers are those of a part of a ``GroupedCache``."""
         self.page_size = page_size
         self.window = Window(page_size=page_size, tokens=window, sinks=sinks, chunked=chunked)
         self.reuse = reuse
         self.pool = pool or PagePool(n_pages)
         self.table = table or PageTable(n_slots, pages_per_slot)
         self.tree = RadixTree(page_size, self.window, clock)
-        self.tier = HostTier(n_host_pages) if n_host_pages else None
+        self.tier = HostTier(n_host_pages) if n_host_pages else tier
+        self.groups = groups
         self.listener: PageListener | None = None
         self.n_weights, self.weights = 0, ""
         """Counter: times that the weights changed; nothing is shared across one."""
@@ -95,6 +100,11 @@ class PageCache:
     def parts(self) -> tuple[PageCache, ...]:
         """The caches of each reach of layers: itself alone."""
         return (self,)
+
+    @property
+    def n_groups(self) -> int:
+        """Pages of the device behind an id."""
+        return len(self.groups or (0,))
 
     @property
     def n_evictable(self) -> int:
@@ -116,7 +126,8 @@ class PageCache:
         cacheable: bool = True,
         keeps: tuple[Keep, ...] = (),
     ) -> PageLease:
-        """A lease for ``slot`` that starts with the pages of the longest known prefix.
+        """A lease for ``slot`` that starts with the pages of the longest known prefix, on the device and in host
+        memory. What is in host memory is ``absent`` until ``admit`` takes pages for it.
 
         At least one token is left to compute, since the next one is drawn from its logits.
         ``reuse`` False looks nothing up; ``cacheable`` False also keeps the pages out of the tree.
@@ -124,15 +135,18 @@ class PageCache:
         """
         root = self.tree.root(self.of_weights(key))
         limit = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
-        path = self.tree.match(root, tokens, limit)
-        return self.lease(slot, root, path, cacheable=cacheable, keeps=keeps)
+        found = prefixes(self.parts, (root,), tokens, limit)
+        n = longest(found, limit, self.tier.holds if self.tier is not None else None)
+        return self.lease(slot, found[0], n, cacheable=cacheable, keeps=keeps)
 
     def lease(
-        self, slot: int, root: Node, path: list[Node], *, cacheable: bool, keeps: tuple[Keep, ...]
+        self, slot: int, prefix: Prefix, n_pages: int, *, cacheable: bool, keeps: tuple[Keep, ...]
     ) -> PageLease:
-        """``match`` of the nodes that were found."""
-        node = path[-1] if path else root
-        gone = self.window.gone(len(path) * self.page_size)
+        """``match`` of ``n_pages`` of ``prefix``, which can be had."""
+        absent = {number: prefix.held(number) for number in prefix.missing(n_pages)}
+        path = prefix.path(n_pages)
+        node = path[-1] if path else prefix.root
+        gone = self.window.gone(n_pages * self.page_size)
         self.tree.lock_path(node, gone)
         pages = [n.page for n in path]
         if gone:
@@ -144,6 +158,7 @@ class PageCache:
             node=node,
             pages=pages,
             gone=gone,
+            absent=absent,
             n_shared=len(pages),
             n_published=len(pages),
             next_full=(len(pages) + 1) * self.page_size,
@@ -173,21 +188,53 @@ class PageCache:
 
     def take(self, lease: PageLease, n_tokens: int, keep: int = 0) -> bool:
         """``extend``, also of one part among several."""
-        short = -(-n_tokens // self.page_size) - len(lease.pages)
-        if short <= 0:
+        short = self.n_short(lease, n_tokens)
+        if not short:
             return True
         if short + keep > self.n_available:
             return False
         if short > self.pool.n_free:
             self.evict(short - self.pool.n_free)
         fresh = self.pool.take(short)
+        if lease.absent:
+            fresh = self._load(lease, fresh)
         self.table.append(lease.slot, len(lease.pages), fresh)
         lease.pages += fresh
         lease.capacity = len(lease.pages) * self.page_size
         return True
 
+    def n_short(self, lease: PageLease, n_tokens: int) -> int:
+        """Pages that ``lease`` has to take to hold ``n_tokens`` and what is in host memory of them."""
+        return max(0, -(-n_tokens // self.page_size) - len(lease.pages)) + len(lease.absent)
+
+    def _load(self, lease: PageLease, fresh: list[int]) -> list[int]:
+        """Give ``fresh`` pages to what ``lease`` has in host memory; those that are left. The next plan carries the
+        loads before all of its rows, so anybody may find these pages from now on."""
+        path = path_to(lease.node)
+        for page, (number, kept) in zip(fresh, lease.absent.items(), strict=False):
+            assert self.tier is not None
+            node = path[-1 - number]
+            self.tree.fill(node, page)
+            self.pool.share([page])
+            lease.pages[number] = page
+            self.table.fill(lease.slot, number, page)
+            for one, target in zip(kept, self.pool.pages_of(page), strict=True):
+                self.tier.load(one, target)
+            if self.listener is not None:
+                self.listener.added(node)
+        fresh, lease.absent = fresh[len(lease.absent) :], {}
+        return fresh
+
+    def _let_be(self, lease: PageLease, numbers: Iterable[int]) -> None:
+        """Pages ``numbers`` of ``lease`` in host memory are not loaded after all."""
+        for number in list(numbers):
+            for kept in lease.absent.pop(number, ()):
+                assert self.tier is not None
+                self.tier.release_hold(kept)
+
     def admit(self, lease: PageLease, n_tokens: Seq[int], *, keep: int = 0) -> bool:
-        """``extend`` to the tokens that each of ``parts`` shall hold pages for."""
+        """``extend`` to the tokens that each of ``parts`` shall hold pages for; what the lease has in host memory is
+        loaded by the next plan."""
         return self.extend(lease, n_tokens[0], keep=keep)
 
     def slide(self, lease: PageLease, n_tokens: int) -> None:
@@ -198,6 +245,7 @@ class PageCache:
             return
         fresh = range(max(gone.start, lease.gone.stop), gone.stop)
         self.tree.pass_by(lease.node, fresh, self.now)
+        self._let_be(lease, fresh)
         part = slice(fresh.start, fresh.stop)
         self.pool.drop(_held(lease.pages[part]))
         lease.pages[part] = [0] * len(fresh)
@@ -205,61 +253,22 @@ class PageCache:
         self.table.forget(lease.slot, fresh)
         lease.gone = gone
 
-    def below(self, lease: PageLease, tokens: Seq[int]) -> list[HostPage]:
-        """The host pages that follow the shared ones of ``lease``, as far as the host tier knows
-        ``tokens``. They are held until ``load`` or ``release_hold``."""
-        found: list[HostPage] = []
-        if self.tier is None or not self.reuse:
-            return found
-        Z, digest = self.page_size, digest_of(lease.node)
-        for i in range(lease.n_shared, (len(tokens) - 1) // Z):
-            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
-            kept = self.tier.hold(digest)
-            if kept is None:
-                break
-            found.append(kept)
-        return found
+    def names(self, digest: bytes) -> list[bytes]:
+        """In the tiers, of the pages behind an id of the prefix ``digest``: one for each group of layers."""
+        if self.groups is None:
+            return [digest]
+        return [group_name(digest, group) for group in self.groups]
 
-    def load(self, lease: PageLease, below: Seq[HostPage]) -> None:
-        """Fill the fresh pages of ``lease`` that follow its shared ones with what ``below`` found; what
-        is behind its window is let be.
-
-        The loads travel in the next plan. Others find these pages once that was committed.
-        """
-        for kept, page in zip(below, lease.pages[lease.n_shared :], strict=False):
-            assert self.tier is not None
-            if page:
-                self.tier.load(kept, page)
-            else:
-                self.tier.release_hold(kept)
-
-    def release_hold(self, below: Seq[HostPage]) -> None:
-        """Release the pages that ``below`` found without loading them."""
-        for kept in below:
-            assert self.tier is not None
-            self.tier.release_hold(kept)
+    def loading(self, lease: PageLease) -> bool:
+        """True while no plan was made that fills all pages of ``lease``."""
+        return self.tier is not None and self.tier.loading(self._behind(lease.pages))
 
     def fetch(self, key: RootKey, tokens: Seq[int], source: str | None = None) -> list[int]:
         """Begin to read what the disk knows of ``tokens`` beyond the faster tiers, or may have of another engine,
         which left it at ``source``; the tickets."""
-        tier, Z, asks = self.tier, self.page_size, source is not None
-        if tier is None or not (tier.on_disk or (asks and tier.disk)) or not self.reuse:
+        if self.tier is None or not self.reuse or not self.tier.may_read(source):
             return []
-        limit = (len(tokens) - 1) // Z
-        key = self.of_weights(key)
-        root = self.tree.roots.get(key) or Node(None, key, 0)
-        path, tickets = self.tree.match(root, tokens, limit), []
-        digest = digest_of(path[-1] if path else root)
-        for i in range(len(path), limit):
-            digest = next_digest(digest, tokens[i * Z : (i + 1) * Z])
-            if tier.holds(digest):
-                tier.touch(digest)
-                continue
-            ticket = tier.fetch(digest, source or "") if asks or digest in tier.on_disk else None
-            if ticket is None:
-                break
-            tickets.append(ticket)
-        return tickets
+        return fetch(self.parts, self.tier, key, tokens, source)
 
     def take_unexported(self, lease: PageLease) -> list[tuple[int, bytes]]:
         """(page, digest) of the published pages of ``lease`` that were not exported yet."""
@@ -267,15 +276,25 @@ class PageCache:
         if self.tier is None or not self.tier.disk or n <= 0:
             return []
         path = path_to(lease.node)[:n]
-        return [(node.page, digest_of(node)) for node in reversed(path) if node.page]
+        return [named for node in reversed(path) if node.page for named in self._named(node)]
 
     def unstored_pages(self) -> list[tuple[int, bytes]]:
         """(page, digest) of what the tree knows and the disk does not, for a last write."""
         tier = self.tier
         if tier is None or not tier.disk:
             return []
-        named = [(node.page, digest_of(node)) for _, node in self.tree.nodes() if node.page]
-        return [(page, digest) for page, digest in named if digest not in tier.on_disk]
+        nodes = [node for _, node in self.tree.nodes() if node.page and not self.tree.passed(node)]
+        named = [named for node in nodes for named in self._named(node)]
+        return [(page, name) for page, name in named if name not in tier.on_disk]
+
+    def _named(self, node: Node) -> list[tuple[int, bytes]]:
+        """(page of the device, name in the tiers) of ``node``, in each group of layers."""
+        pages = self.pool.pages_of(node.page)
+        return list(zip(pages, self.names(digest_of(node)), strict=True))
+
+    def _behind(self, ids: Iterable[int]) -> list[int]:
+        """Pages of the device behind ``ids``."""
+        return [page for one in ids if one for page in self.pool.pages_of(one)]
 
     def moves(self, step: int) -> tuple[PageMove, ...]:
         """The moves between the tiers that plan ``step`` has to carry; each is given once."""
@@ -316,8 +335,9 @@ class PageCache:
             raise RuntimeError(f"the lease of slot {lease.slot} was released twice")
         lease.released = True
         self.tree.unlock_path(lease.node, self.now, lease.keeps, lease.n_shared, lease.gone)
+        self._let_be(lease, lease.absent)
         if self.tier is not None:
-            self.tier.forget_loads(lease.pages[lease.n_shared :])
+            self.tier.forget_loads(self._behind(lease.pages[lease.n_shared :]))
         self.pool.drop(_held(lease.pages))
         self.table.clear(lease.slot, len(lease.pages))
 
@@ -351,9 +371,13 @@ class PageCache:
         return self.tier is not None or self.listener is not None
 
     def _leaves(self, node: Node) -> None:
-        """``node`` is about to lose its page."""
+        """``node`` is about to lose its page, which the tier keeps where a hit could need it."""
         if self.tier is not None:
-            self.tier.save(digest_of(node), node.page)
+            named = self._named(node)
+            self.tier.forget_loads([page for page, _ in named])
+            if not self.tree.passed(node):
+                for page, name in named:
+                    self.tier.save(name, page)
         self._tell_removed(node)
 
     def _tell_removed(self, node: Node) -> None:

@@ -10,11 +10,12 @@ evicted is the one least worth keeping of any part::
     held       [ 7 ][ 3 ] ... [ 12 ][ 40 ]       all
                                   [ 1 ][ 2 ]     what the window still reads, 5 pages each
 
-There is no tier below it.
+The tiers below keep single pages, under names that begin with the prefix and end with the group.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -24,9 +25,10 @@ from jserve.faults import point
 from jserve.kv import audit
 from jserve.kv.cache import PageCache, PageListener
 from jserve.kv.pages import GroupTable, PageLease, PagePool, PageSets
+from jserve.kv.prefix import fetch, longest, prefixes
 from jserve.kv.radix import Node, RootKey, Ticks
 from jserve.kv.retention import Keep
-from jserve.kv.tiers import HostPage, HostTier
+from jserve.kv.tiers import HostTier
 from jserve.kv_layout import Reach
 from jserve.types import PageMove
 from jserve.window import PageDemand, Window, windows_of
@@ -94,9 +96,8 @@ class GroupedCache:
         n_pages: of the pool, page 0 (scratch) included.
         demand: the most pages that a sequence holds in each group.
         columns: of the page tables of each reach; empty: as many as that takes.
+        n_host_pages: of the tier in host memory; 0: there is none.
     """
-
-    tier: HostTier | None = None
 
     def __init__(
         self,
@@ -108,20 +109,24 @@ class GroupedCache:
         pages_per_slot: int,
         reuse: bool = True,
         columns: tuple[int, ...] = (),
+        n_host_pages: int = 0,
     ) -> None:
         self.page_size, self.reuse, self.demand = demand.page_size, reuse, demand
         self.pool = PagePool(n_pages)
+        self.tier = HostTier(n_host_pages) if n_host_pages else None
         self.groups = tuple(reach.n_groups for reach in reaches)
         clock, windows = Ticks(), windows_of(reaches, self.page_size)
         columns = columns or demand.columns(pages_per_slot)
+        firsts = itertools.accumulate(self.groups, initial=0)
         self.parts = tuple(
-            self._part(window, PageSets(self.pool, n), width, n_slots, pages_per_slot, clock)
-            for (n, window), width in zip(windows, columns, strict=True)
+            self._part(window, range(first, first + n), width, n_slots, pages_per_slot, clock)
+            for (n, window), width, first in zip(windows, columns, firsts, strict=False)
         )
 
     def _part(
-        self, window: Window, sets: PageSets, width: int, n_slots: int, per_slot: int, clock: Ticks
+        self, window: Window, groups: range, width: int, n_slots: int, per_slot: int, clock: Ticks
     ) -> PageCache:
+        sets = PageSets(self.pool, len(groups))
         return PageCache(
             n_pages=0,
             page_size=self.page_size,
@@ -133,6 +138,8 @@ class GroupedCache:
             pool=sets,
             table=GroupTable(n_slots, per_slot, sets, width),
             clock=clock,
+            tier=self.tier,
+            groups=groups,
         )
 
     @property
@@ -184,28 +191,25 @@ class GroupedCache:
     ) -> GroupedLease:
         """As ``PageCache.match``: of the longest prefix that every part has all its pages of."""
         roots = [part.tree.root(part.of_weights(key)) for part in self.parts]
-        paths = self._paths(roots, tokens, reuse=reuse)
+        limit = self._limit(tokens) if reuse else 0
+        found = prefixes(self.parts, roots, tokens, limit)
+        n = longest(found, limit, self.tier.holds if self.tier is not None else None)
         leases = [
-            part.lease(slot, root, path, cacheable=cacheable, keeps=keeps)
-            for part, root, path in zip(self.parts, roots, paths, strict=True)
+            part.lease(slot, prefix, n, cacheable=cacheable, keeps=keeps)
+            for part, prefix in zip(self.parts, found, strict=True)
         ]
         return GroupedLease(parts=tuple(leases), groups=self.groups).sync()
 
     def n_known(self, key: RootKey, tokens: Seq[int]) -> int:
         roots = [part.tree.roots.get(part.of_weights(key)) for part in self.parts]
-        known = [root for root in roots if root is not None]
-        return len(self._paths(known, tokens)[0]) if len(known) == len(roots) else 0
+        known, limit = [root for root in roots if root is not None], self._limit(tokens)
+        if len(known) < len(roots):
+            return 0
+        return longest(prefixes(self.parts, known, tokens, limit), limit, None)
 
-    def _paths(self, roots: Seq[Node], tokens: Seq[int], *, reuse: bool = True) -> list[list[Node]]:
-        """A path below each root, all as long as every part can have them."""
-        n = (len(tokens) - 1) // self.page_size if reuse and self.reuse else 0
-        while True:
-            paths: list[list[Node]] = []
-            for part, root in zip(self.parts, roots, strict=True):
-                paths.append(part.tree.match(root, tokens, n))
-                n = len(paths[-1])
-            if n == len(paths[0]):
-                return paths
+    def _limit(self, tokens: Seq[int]) -> int:
+        """Pages of ``tokens`` that may be had from others."""
+        return (len(tokens) - 1) // self.page_size if self.reuse else 0
 
     def extend(self, lease: GroupedLease, n_tokens: int, *, keep: int = 0) -> bool:
         """As ``PageCache.extend``, in every part."""
@@ -217,33 +221,33 @@ class GroupedCache:
     def admit(self, lease: GroupedLease, n_tokens: Seq[int], *, keep: int = 0) -> bool:
         """``extend`` to the tokens that each part shall hold pages for."""
         wanted = [
-            n * max(0, self.demand.pages(tokens) - len(part.pages))
-            for n, tokens, part in zip(self.groups, n_tokens, lease.parts, strict=True)
+            part.n_groups * part.n_short(own, tokens)
+            for (part, own), tokens in zip(self._of(lease), n_tokens, strict=True)
         ]
         short = sum(wanted)
         if short and short + keep > self.n_available:
             return False
         if short > self.pool.n_free:
             self.evict(short - self.pool.n_free)
-        for part, own, tokens in zip(self.parts, lease.parts, n_tokens, strict=True):
+        for (part, own), tokens in zip(self._of(lease), n_tokens, strict=True):
             part.take(own, tokens)
         lease.sync()
         return True
 
     def slide(self, lease: GroupedLease, n_tokens: int) -> None:
-        for part, own in zip(self.parts, lease.parts, strict=True):
+        for part, own in self._of(lease):
             part.slide(own, n_tokens)
 
     @point("kv.publish")
     def publish(self, lease: GroupedLease, tokens: Seq[int], n_tokens: int) -> None:
-        for part, own in zip(self.parts, lease.parts, strict=True):
+        for part, own in self._of(lease):
             part.insert(own, tokens, n_tokens)
         lease.sync()
 
     def release(self, lease: GroupedLease) -> None:
         """As ``PageCache.release``. The narrowest reach counts as used first, so it is evicted before the others: whole
         prefixes that others share may still be had without it."""
-        for part, own in reversed([*zip(self.parts, lease.parts, strict=True)]):
+        for part, own in reversed([*self._of(lease)]):
             part.release(own)
         lease.released = True
 
@@ -294,7 +298,7 @@ class GroupedCache:
 
     def pin(self, lease: GroupedLease, n: int) -> Ends | None:
         pins: list[Node] = []
-        for part, own in zip(self.parts, lease.parts, strict=True):
+        for part, own in self._of(lease):
             pin = part.pin(own, n)
             if pin is None:
                 for other, made in zip(self.parts, pins, strict=False):
@@ -311,30 +315,27 @@ class GroupedCache:
         for part, before, after in zip(self.parts, old, new, strict=True):
             part.leave_branch(before, after)
 
-    def below(self, lease: GroupedLease, tokens: Seq[int]) -> list[HostPage]:
-        """There is no tier: nothing."""
-        return []
-
-    def load(self, lease: GroupedLease, below: Seq[HostPage]) -> None:
-        assert not below, "there is no tier"
-
-    def release_hold(self, below: Seq[HostPage]) -> None:
-        assert not below, "there is no tier"
+    def loading(self, lease: GroupedLease) -> bool:
+        return any([part.loading(own) for part, own in self._of(lease)])
 
     def fetch(self, key: RootKey, tokens: Seq[int], source: str | None = None) -> list[int]:
-        return []
+        """As ``PageCache.fetch``: every page of full groups, and the last window of the others."""
+        if self.tier is None or not self.reuse or not self.tier.may_read(source):
+            return []
+        return fetch(self.parts, self.tier, key, tokens, source)
 
     def take_unexported(self, lease: GroupedLease) -> list[tuple[int, bytes]]:
-        return []
+        return [named for part, own in self._of(lease) for named in part.take_unexported(own)]
 
     def unstored_pages(self) -> list[tuple[int, bytes]]:
-        return []
+        return [named for part in self.parts for named in part.unstored_pages()]
 
     def moves(self, step: int) -> tuple[PageMove, ...]:
-        return ()
+        return () if self.tier is None else self.tier.drain(step)
 
     def landed(self, step: int) -> None:
-        """Plan ``step`` was committed; it moved nothing."""
+        if self.tier is not None:
+            self.tier.landed(step)
 
     def check(
         self,
@@ -352,6 +353,10 @@ class GroupedCache:
             assert len({part.n_published for part in lease.parts}) == 1, "parts publish apart"
             assert lease.capacity == min(part.capacity for part in lease.parts), "a stale capacity"
         audit.check_sets(self.pool, [self._sets(i) for i in range(len(self.parts))], list(held))
+
+    def _of(self, lease: GroupedLease) -> Iterable[tuple[PageCache, PageLease]]:
+        """(part, its lease)."""
+        return zip(self.parts, lease.parts, strict=True)
 
     def _sets(self, i: int) -> PageSets:
         sets = self.parts[i].pool

@@ -16,6 +16,7 @@ import numpy as np
 
 from jserve.kv.radix import Node
 from jserve.kv.retention import Keep
+from jserve.kv.tiers import HostPage
 from jserve.window import NOTHING
 
 
@@ -135,6 +136,10 @@ class PageTable:
     def append(self, slot: int, at: int, pages: list[int]) -> None:
         self.rows[slot, at : at + len(pages)] = pages
 
+    def fill(self, slot: int, number: int, page: int) -> None:
+        """Entry ``number``, which was appended as 0, is ``page``."""
+        self.rows[slot, number] = page
+
     def clear(self, slot: int, n: int) -> None:
         """Point the first ``n`` entries back at scratch."""
         self.rows[slot, :n] = 0
@@ -172,6 +177,11 @@ class GroupTable(PageTable):
         columns = np.arange(at + n_gone, end) % self.width
         self.pages_NCW[:, slot, columns] = self.sets.pages_PN[pages[n_gone:]].T
 
+    def fill(self, slot: int, number: int, page: int) -> None:
+        super().fill(slot, number, page)
+        self._low[slot] = min(self._low[slot], number)
+        self.pages_NCW[:, slot, number % self.width] = self.sets.pages_PN[page]
+
     def clear(self, slot: int, n: int) -> None:
         super().clear(slot, n)
         self.pages_NCW[:, slot] = 0
@@ -201,6 +211,8 @@ class PageLease:
     """In order of position; 0 for those that were given back."""
     gone: range = NOTHING
     """Numbers of the pages that were given back because no later token reads them."""
+    absent: dict[int, list[HostPage]] = field(default_factory=dict)
+    """Those in host memory, by number: 0 in ``pages`` until pages are taken for them."""
     n_shared: int = 0
     """Leading pages that came from the tree, given back or not."""
     n_published: int = 0

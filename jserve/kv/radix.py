@@ -41,6 +41,7 @@ class Node:
     that is gone."""
 
     __slots__ = (
+        "branches",
         "children",
         "depth",
         "digest",
@@ -63,6 +64,8 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         """Pages from the root to the end of this one."""
         self.children: dict[tuple[int, ...], Node] = {}
+        self.branches = False
+        """True once it had a second child."""
         self.locks = self.holds = self.pins = 0
         self.used = 0
         self.priority = EVERYONE
@@ -116,23 +119,39 @@ class RadixTree:
     def match(self, root: Node, tokens: Seq[int], max_pages: int) -> list[Node]:
         """At most ``max_pages`` nodes below ``root`` along the longest known prefix whose pages are
         all there, as far as what follows it reads them."""
-        Z, node, path, last_hollow, n = self.page_size, root, [], -1, 0
+        path = self.walk(root, tokens, max_pages)
+        if not self.window:
+            return path
+        n = self.window.longest(len(path), lambda i: path[i].page != 0)
+        return path if n == len(path) else path[:n]
+
+    def walk(self, root: Node, tokens: Seq[int], max_pages: int) -> list[Node]:
+        """The nodes below ``root`` along ``tokens``, hollow ones too, ``max_pages`` at most."""
+        Z, node, path = self.page_size, root, []
         for at in range(0, max_pages * Z, Z):
             child = node.children.get(tuple(tokens[at : at + Z]))
             if child is None:
                 break
             path.append(child)
             node = child
-            if not child.page:
-                last_hollow = len(path) - 1
-            if last_hollow < 0 or self._whole(path, last_hollow):
-                n = len(path)
-        return path if n == len(path) else path[:n]
+        return path
 
-    def _whole(self, path: list[Node], last_hollow: int) -> bool:
-        """True if what follows ``path`` reads none of its hollow nodes."""
-        gone = self.window.gone(len(path) * self.page_size)
-        return last_hollow < gone.stop and all(n.page for n in path[: gone.start])
+    def grow(self, node: Node, key: tuple[int, ...]) -> Node:
+        """A hollow child of ``node`` for ``key``, of which there is none. The caller locks it, and fills it or lets
+        go of it before anybody else looks."""
+        node.branches |= bool(node.children)
+        child = node.children[key] = Node(node, key, 0)
+        self.n_hollow += 1
+        return child
+
+    def fill(self, node: Node, page: int) -> None:
+        """A hollow ``node``, locked by the caller, has ``page`` now, which the caller holds too."""
+        assert node.locks > 0, "fill without a lock"
+        assert not node.page, "fill of a node that has a page"
+        node.page = page
+        node.holds += 1
+        self.n_nodes += 1
+        self.n_hollow -= 1
 
     def descend(self, node: Node, key: tuple[int, ...], page: int) -> tuple[Node, bool]:
         """The locked child of ``node`` for ``key``, made over ``page`` if it has none; if ``page`` is
@@ -143,8 +162,7 @@ class RadixTree:
         """
         child = node.children.get(key)
         if child is None:
-            child = node.children[key] = Node(node, key, 0)
-            self.n_hollow += 1
+            child = self.grow(node, key)
         child.locks += 1
         if not page:
             return child, False
@@ -160,10 +178,10 @@ class RadixTree:
 
     def lock_path(self, node: Node, gone: range = NOTHING) -> None:
         """Keep ``node`` and its ancestors until the matching ``unlock_path``, and their pages but
-        those whose numbers are in ``gone``."""
+        those whose numbers are in ``gone``. Hollow nodes elsewhere are not held before they are filled."""
         while node.parent is not None:
             node.locks += 1
-            if not gone or node.depth - 1 not in gone:
+            if node.page and (not gone or node.depth - 1 not in gone):
                 if node.holds == 0:
                     self.n_evictable -= 1
                 node.holds += 1
@@ -187,7 +205,7 @@ class RadixTree:
         for below in self._worth_least_first(path):
             assert below.locks > 0, "unlock without a lock"
             below.locks -= 1
-            if not gone or below.depth - 1 not in gone:
+            if below.page and (not gone or below.depth - 1 not in gone):
                 self._let_go(below, now)
         root = path[-1].parent if path else node
         assert root is not None
@@ -198,7 +216,7 @@ class RadixTree:
         """Whoever locked the path to ``node`` needs its ``pages`` (numbers) no longer."""
         self._clock.now += 1
         while node.parent is not None and node.depth > pages.start:
-            if node.depth <= pages.stop:
+            if node.depth <= pages.stop and node.page:
                 self._let_go(node, now)
             node = node.parent
 
@@ -227,6 +245,16 @@ class RadixTree:
 
     def _behind(self, node: Node) -> range:
         return self.window.gone(node.depth * self.page_size)
+
+    def passed(self, node: Node) -> bool:
+        """True if the page of ``node`` lies two windows before all places below where paths end or branch: no hit that
+        ends there, or up to a window earlier, needs it."""
+        end, window = node, self.window
+        while window and len(end.children) == 1 and not end.branches:
+            (end,) = end.children.values()
+            if node.depth - 1 in window.gone(end.depth * self.page_size - window.tokens):
+                return True
+        return False
 
     def release_priority(self, node: Node) -> None:
         """From now on ``node`` is worth what any page is."""

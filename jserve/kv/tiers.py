@@ -8,9 +8,10 @@ It owns the ids of host pages, what each holds and the moves between the tiers::
     disk          every page that was saved; read into a host page when a sequence wants it
 
 A host page can be found only once the step that carried its save was committed. Contents are known
-by a digest of the whole prefix: tenant, salt, adapter and all tokens up to the page's end.
-What is loaded stays on the host too, so evicting it again costs nothing. A read from disk is begun
-with a ticket and answered later, as an input like any other, so that a replay does alike.
+by a digest of the whole prefix: tenant, salt, adapter and all tokens up to the page's end, and by their
+group where pages belong to groups of layers (``group_name``). What is loaded stays on the host too, so
+evicting it again costs nothing. A read from disk is begun with a ticket and answered later, as an input
+like any other, so that a replay does alike.
 
 Private pages (``stow``; see ``kv.swap``) have no digest: nobody finds them, they are never dropped for
 others, and they are gone once they were loaded.
@@ -63,6 +64,11 @@ def packed(tokens: Seq[int]) -> bytes:
 def digest_after(digest: bytes, page: bytes | memoryview) -> bytes:
     """``next_digest`` of a page of packed tokens."""
     return hashlib.blake2b(page, digest_size=16, key=digest).digest()
+
+
+def group_name(digest: bytes, group: int) -> bytes:
+    """16 bytes that name the page which a group of layers has of the prefix ``digest``."""
+    return hashlib.blake2b(b"group %d" % group, digest_size=16, key=digest).digest()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -153,7 +159,7 @@ class HostTier:
     def stow(self, pages: Seq[int]) -> list[HostPage] | None:
         """Private host pages that device ``pages`` are saved to by the next plan; None, with nothing
         changed, if there is no room or one of them is still to be loaded."""
-        room = len(self._free) + sum(k.ready and not k.n_loads for k in self._pages.values())
+        room = len(self._free) + sum(map(_lies_still, self._pages.values()))
         if len(pages) > room or not {page for _, page in self._loads}.isdisjoint(pages):
             return None
         stowed = []
@@ -228,6 +234,12 @@ class HostTier:
             elif self.disk and kept.digest:
                 self.on_disk.add(kept.digest)
 
+    def n_lacking(self, digests: Seq[bytes]) -> int:
+        """Host pages that reads of ``digests`` lack, if none of those that are here is dropped for them."""
+        here = [kept for digest in digests if (kept := self._pages.get(digest)) is not None]
+        room = len(self._free) + sum(map(_lies_still, self._pages.values()))
+        return len(digests) - len(here) - room + sum(map(_lies_still, here))
+
     def fetch(self, digest: bytes, source: str = "") -> int | None:
         """A ticket for reading that prefix's last page from disk, or from ``source`` (that of a read under way, if
         there is one); None where no room is left."""
@@ -243,6 +255,10 @@ class HostTier:
             PageFetch(ticket=self._ticket, digest=digest, host=kept.host, source=source)
         )
         return self._ticket
+
+    def may_read(self, source: str | None) -> bool:
+        """True if a read could find something: there are files, or ``source`` is another engine."""
+        return bool(self.on_disk) or (self.disk and source is not None)
 
     @property
     def n_fetching(self) -> int:
@@ -335,8 +351,7 @@ class HostTier:
     def _room(self) -> int | None:
         """A host page: a free one, or the oldest whose bytes lie still."""
         if not self._free:
-            still = (k for k in self._pages.values() if k.ready and not k.n_loads)
-            oldest = next(still, None)
+            oldest = next(filter(_lies_still, self._pages.values()), None)
             if oldest is None:
                 return None
             self._remove(oldest)
@@ -346,3 +361,8 @@ class HostTier:
     def _remove(self, kept: HostPage) -> None:
         del self._pages[kept.digest]
         self._free.append(kept.host)
+
+
+def _lies_still(kept: HostPage) -> bool:
+    """Its bytes are not on the way, either way."""
+    return kept.ready and not kept.n_loads

@@ -244,7 +244,7 @@ class PageMover:
 
 def identity(model: StepModel, params: Any) -> str:
     """16 hex digits of everything that the bytes of a page depend on: the weights' bits, the
-    architecture, what each layer keeps, the backend's layout, types and page size."""
+    architecture, what each layer keeps, groups of layers, the backend's layout, types and page size."""
 
     @jax.jit
     def sums(x: jax.Array) -> jax.Array:
@@ -258,6 +258,8 @@ def identity(model: StepModel, params: Any) -> str:
     pages = [stack.shape for stack in _stacks(model, 0) for _ in stack.arrays]
     laid = model.rules.described(model.mesh.shape)
     about = (FORMAT, model.family.name, repr(model.arch), model.backend.name, laid, pages)
+    if model.dims.groups is not None:
+        about = (*about, repr(model.dims.groups))
     digest.update(repr((*about, model.dims.Z, str(model.kv_dtype))).encode())
     if model.drafter is not None:
         digest.update(repr((model.drafter.name, model.drafter.arch, model.drafter.taps)).encode())

@@ -220,8 +220,6 @@ def _obstacles(
     arch: Arch, config: EngineConfig, speculation: LoadedDrafter | None, *, shared_pass: bool
 ) -> Iterator[str]:
     """The options and parts that need pages of all layers, in words."""
-    if config.cache.host_memory_gb:
-        yield "host_memory_gb moves pages of all layers"
     if arch.sinks:
         yield "attention_sinks keep pages of all layers"
     if not shared_pass:

@@ -99,17 +99,14 @@ class Resources:
         if seq.old_weights:
             for part in lease.parts:
                 part.n_weights = -1  # not those that the cache knows
-        below = cache.below(lease, seq.tokens) if reuse else []
-        n_found = lease.capacity + len(below) * cache.page_size
+        n_found = lease.capacity
         n_cached = self.swap_policy.reach(seq, n_found)
         cache.slide(lease, n_cached)
         first, later = self.entry.tokens(seq, n_cached, lease)
         if not cache.admit(lease, first, keep=self._keep(seq) + later):
-            cache.release_hold(below)
             cache.release(lease)
             self._refused = state
             return False
-        cache.load(lease, below)
         self.n_looked_up += len(seq.tokens) if reuse else 0
         self.n_hit += n_found
         if seq.n_preempted == 0 and not seq.n_output:
@@ -242,10 +239,9 @@ class Resources:
 
     def keep_running(self, weights: str) -> None:
         """Other weights, of that name: all who run keep their pages, and nobody else finds those, nor any of before."""
-        tier = self.cache.tier
         for seq in self.running.snapshot():
             assert seq.lease is not None
-            if tier is not None and tier.loading(seq.lease.pages):
+            if self.cache.loading(seq.lease):
                 self._requeue(seq)  # no plan has brought its pages yet, and none will
         for seq in self.waiting:
             self.swap_policy.forget(seq)
@@ -357,7 +353,6 @@ def resources_of(limits: RunnerLimits, config: EngineConfig, cap: PrefillCap) ->
 
 def _cache_of(limits: RunnerLimits, demand: PageDemand, per_slot: int, *, reuse: bool) -> Cache:
     if limits.reaches:
-        assert not limits.n_host_pages, "groups of layers have no tier below the device"
         return GroupedCache(
             limits.reaches,
             demand,
@@ -366,6 +361,7 @@ def _cache_of(limits: RunnerLimits, demand: PageDemand, per_slot: int, *, reuse:
             pages_per_slot=per_slot,
             reuse=reuse,
             columns=limits.group_columns,
+            n_host_pages=limits.n_host_pages,
         )
     return PageCache(
         n_pages=limits.n_pages,

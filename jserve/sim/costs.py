@@ -166,11 +166,6 @@ def from_table(path: Path, options: CacheOptions) -> Device:
             raise ConfigError(
                 f"{name} has no meaning with a measured table; set n_pages", field=name
             )
-    if file.reaches and options.host_memory_gb:
-        raise ConfigError(
-            f"host_memory_gb: {path} was measured with pages of groups of layers; measure with kv_groups off",
-            field="host_memory_gb",
-        )
     page_size = options.on("cpu").page_size
     in_tokens, pages = (file.n_pages - 1) * file.page_size, page_size / file.page_size
     return Device(

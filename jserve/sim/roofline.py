@@ -225,8 +225,7 @@ class Roofline:
         Raises:
             ConfigError: option ``kv_groups`` is on, and it cannot be.
         """
-        moved = ["host_memory_gb moves pages of all layers"] if options.host_memory_gb else []
-        return chosen_groups(self.kv.layers, options.kv_groups, moved)
+        return chosen_groups(self.kv.layers, options.kv_groups, ())
 
     def page_bytes(self, options: CacheOptions) -> int:
         """Bytes of a KV page on one device, of a CPU's size where the options leave it to the device."""

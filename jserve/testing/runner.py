@@ -58,6 +58,9 @@ from jserve.types import (
 
 HostCopy = tuple[np.ndarray, ...]
 
+RESTORED = -2
+"""In the place of a step: a committed one wrote the page before it went to host memory."""
+
 
 @dataclass(slots=True)
 class _VocabRow:
@@ -132,7 +135,7 @@ class FakeRunner:
         self.shown_PZ = np.zeros((P, Z), bool)
         """The positions that the device drafter saw."""
         self.step_P = np.full(P, -1, np.int64)
-        """The step that wrote each page last."""
+        """The step that wrote each page last, or ``RESTORED`` where it came from host memory."""
         self._slots = [_Slot() for _ in range(self._limits.n_slots)]
         n_rows = min(self._limits.n_vocab_rows, self._limits.n_slots)
         self._vocab_rows = [_VocabRow() for _ in range(n_rows)]
@@ -201,7 +204,7 @@ class FakeRunner:
             assert move.host in self.host, "a host page is loaded before its save was collected"
             for array, kept in zip(arrays, self.host[move.host], strict=True):
                 array[move.page] = kept
-            self.step_P[move.page] = plan.id
+            self.step_P[move.page] = RESTORED
         return saved
 
     def _load(self, load: SlotLoad) -> None:

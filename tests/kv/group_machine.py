@@ -10,6 +10,7 @@ from hypothesis.stateful import initialize
 from jserve.kv_layout import Reach, Span
 from jserve.window import PageDemand, tokens_ahead
 from tests.kv.cache_machine import MAX_LEN, CacheMachine
+from tests.kv.disk_drive import DiskDrive
 from tests.sched.sched_drive import VOCAB, Drive, MixedDrafts, config, drafting, limits
 
 LONGEST = 53
@@ -27,11 +28,14 @@ REACHES = {
 
 
 class GroupMachine(CacheMachine):
-    """``CacheMachine`` without tiers, whose pages belong to groups of layers."""
+    """``CacheMachine`` whose pages belong to groups of layers, with tiers too."""
 
     @initialize(
         depth=st.sampled_from([0, 1, 2]),
         n_pages=st.sampled_from([0, 6, 40]),
+        n_host_pages=st.sampled_from([0, 3, 15, 60]),
+        disk=st.booleans(),
+        preemption=st.sampled_from(["swap", "recompute", "auto"]),
         reaches=st.sampled_from(sorted(REACHES)),
         page_size=st.sampled_from([1, 4, 4, 8]),
         chunk=st.sampled_from([0, 1, 5, 8]),
@@ -45,6 +49,9 @@ class GroupMachine(CacheMachine):
         self,
         depth,
         n_pages,
+        n_host_pages,
+        disk,
+        preemption,
         reaches,
         page_size,
         chunk,
@@ -63,6 +70,7 @@ class GroupMachine(CacheMachine):
             "max_waiting": 8,
             "handle_pages": handle_pages,
             "session_ttl_s": session_ttl_s,
+            "preemption": preemption,
             "prefix_caching": reuse,
         }
         lim = limits(
@@ -71,10 +79,15 @@ class GroupMachine(CacheMachine):
             max_model_len=MAX_LEN,
             vocab_size=vocab,
             reaches=groups,
+            n_host_pages=n_host_pages,
+            page_move_s=1e-4,
         )
         scheduling = config(max_prefill_chunk=chunk).scheduler
         ahead = tokens_ahead(scheduling, lim.max_prefill_tokens, drafts)
         least = PageDemand.of(groups, page_size, ahead).most(LONGEST)
         lim = dataclasses.replace(lim, n_pages=1 + least + n_pages)
-        self.drive = drafting(MixedDrafts(), lim, **options) if drafts else Drive(lim, **options)
+        if drafts:
+            self.drive = drafting(MixedDrafts(), lim, **options)
+        else:
+            self.drive = (DiskDrive if n_host_pages and disk else Drive)(lim, **options)
         self.n = 0

@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from jserve.kv import cache as page_cache
 from jserve.kv.groups import GroupedCache
 from jserve.kv.pages import GroupTable, PageSets
-from jserve.kv.radix import RadixTree
+from jserve.kv.prefix import Prefix
 from jserve.kv_layout import Reach, Span
 from jserve.sched.record.journal import JournalFile
 from jserve.sched.record.replay import Diverged, replay
@@ -249,7 +249,11 @@ def given_back_one_token_early(patch):
 
 
 def a_hit_without_the_last_window(patch):
-    patch.setattr(RadixTree, "_whole", lambda self, path, last_hollow: True)
+    longest = Window.longest
+    patch.setattr(
+        Window, "longest", lambda self, n, there: n if self.tokens else longest(self, n, there)
+    )
+    patch.setattr(Prefix, "missing", lambda self, n: [])
 
 
 def the_page_of_another_group(patch):
@@ -281,8 +285,8 @@ def freed_while_others_hold_it(patch):
 def one_part_hits_further(patch):
     lease = page_cache.PageCache.lease
 
-    def further(self, slot, root, path, **kw):
-        return lease(self, slot, root, path[:-1] if self.window else path, **kw)
+    def further(self, slot, prefix, n_pages, **kw):
+        return lease(self, slot, prefix, n_pages - bool(self.window and n_pages), **kw)
 
     patch.setattr(page_cache.PageCache, "lease", further)
 

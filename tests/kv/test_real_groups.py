@@ -178,7 +178,7 @@ def test_no_step_copies_the_pool(kind):
     ("arch", "options", "words"),
     [
         (ARCH, {}, "equally far"),
-        (KINDS["gpt-oss"], {"host_memory_gb": 0.001}, "host_memory_gb"),
+        (KINDS["two windows"], {"attention_sinks": 4}, "attention_sinks"),
     ],
 )
 def test_what_needs_pages_of_all_layers_is_named(arch, options, words):

@@ -119,16 +119,17 @@ def test_groups_of_layers_follow_the_model(tmp_path: Path) -> None:
     groups = (Reach(Span(), 1), Reach(Span(128), 1))
     path = write_table(tmp_path / "groups.json", reaches=groups)
     assert costs.from_table(path, CacheOptions()).reaches == groups
-    with pytest.raises(ConfigError, match="measure with kv_groups off") as caught:
-        costs.from_table(path, CacheOptions(host_memory_gb=1.0))
-    assert caught.value.field == "host_memory_gb"
+    moved = write_table(path, reaches=groups, page_bytes=1 << 20, page_move_s=1e-3)
+    assert costs.from_table(moved, CacheOptions(host_memory_gb=1.0)).n_host_pages(1.0) == 1024
     model = simulated("gpt-oss-20b")
     with_groups = costs.from_roofline(model, "h200", CacheOptions())
     without = costs.from_roofline(model, "h200", CacheOptions(kv_groups="off"))
     assert (with_groups.reaches, without.reaches) == (groups, ())
     assert without.page_bytes == 2 * with_groups.page_bytes
     assert with_groups.n_pages // 2 == without.n_pages
-    assert costs.from_roofline(model, "h200", CacheOptions(host_memory_gb=1.0)).reaches == ()
+    tiered = costs.from_roofline(model, "h200", CacheOptions(host_memory_gb=1.0))
+    assert tiered.reaches == groups
+    assert tiered.n_host_pages(1.0) == 2**30 // with_groups.page_bytes
 
 
 def test_the_roofline_of_a_model() -> None:

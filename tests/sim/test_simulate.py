@@ -9,6 +9,7 @@ import pytest
 
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.kv_layout import Reach, Span
 from jserve.ports import StepTime
 from jserve.sim import report, traffic
 from jserve.sim.costs import Device, StepTimeTable
@@ -233,3 +234,28 @@ def test_a_step_without_a_price_ends_the_simulation_by_name() -> None:
     )
     with pytest.raises(ConfigError, match="no step of"):
         simulate([item("1", 0.0, 20, 2)], small)
+
+
+def test_pages_of_groups_of_layers_come_back_from_host_memory() -> None:
+    """Five texts in turn through a pool that holds two: with host memory only their first turns are computed."""
+    reaches = (Reach(Span(), 1), Reach(Span(32), 2))
+    device = dataclasses.replace(
+        setup().device, n_pages=130, reaches=reaches, page_bytes=1 << 20, move_s=1e-4
+    )
+    trace = [
+        TraceItem(
+            id=str(i),
+            at=30.0 * i,
+            prompt=((i % 5, 0, 256),),
+            outputs=(((9, i, 2),),),
+            max_tokens=2,
+        )
+        for i in range(15)
+    ]
+    found = {}
+    for gib in (0.0, 1.0):
+        given = setup(options={"host_memory_gb": gib})
+        found[gib] = simulate(trace, dataclasses.replace(given, device=device))
+    assert found[0.0].n_tokens == 15 * 257
+    assert found[1.0].n_tokens == 5 * 257 + 10 * (8 + 1)
+    assert found[1.0].moved_s > 10 * 31 * 1e-4

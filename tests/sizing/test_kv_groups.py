@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from jserve.config import EngineConfig
-from jserve.errors import ConfigError
 from jserve.kv.groups import GroupedCache
 from jserve.shapes import SHAPES
 from jserve.sizing import plan as sizing, show
@@ -99,6 +98,42 @@ def test_the_ledger_at_32k_holds_what_layers_read(tmp_path, name):
     assert NEEDED[name] <= most * kv.page_bytes
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_host_memory_at_32k_holds_all_of_full_groups_and_two_windows(tmp_path, name):
+    _, laid = planned(tmp_path, name)
+    limits, kv = laid.sizes.limits, laid.sizes.kv
+    full, window = limits.reaches
+    cache = GroupedCache(
+        limits.reaches,
+        PageDemand.of(limits.reaches, Z, 3),
+        n_pages=2000,
+        n_slots=1,
+        pages_per_slot=1 + LENGTH // Z,
+        n_host_pages=9000,
+    )
+    text = range(LENGTH)
+    lease = cache.match(("", "", None), text, slot=0)
+    for n in range(Z, LENGTH + 1, Z):
+        assert cache.extend(lease, n)
+        cache.publish(lease, text, n)
+        cache.slide(lease, n)
+    cache.release(lease)
+    cache.evict(9000)
+    assert cache.tier is not None
+    saved = full.n_groups * LENGTH // Z + window.n_groups * 2 * window.span.most // Z
+    assert len(cache.tier) == saved
+    assert saved * kv.page_bytes <= 1.4 * NEEDED[name]
+    assert len([move for move in cache.moves(0) if move.out]) == saved
+    cache.landed(0)
+    # A hit brings back what its next token reads.
+    lease = cache.match(("", "", None), [*text, 1], slot=0)
+    assert lease.capacity == LENGTH
+    assert cache.admit(lease, [LENGTH + 1] * 2)
+    read = full.n_groups * LENGTH // Z + window.n_groups * window.span.most // Z
+    assert len(cache.moves(1)) == read
+    cache.check([lease])
+
+
 def test_padding_of_groups_is_said(tmp_path):
     found, _ = planned(tmp_path, "gemma-3-1b")
     full, windows = found.kv_groups
@@ -110,12 +145,11 @@ def test_padding_of_groups_is_said(tmp_path):
     assert "4 layers read all tokens: 1 group of 4" in text
 
 
-def test_what_needs_pages_of_all_layers_keeps_them(tmp_path):
-    found, _ = planned(tmp_path, "gpt-oss-20b", host_memory_gb=1.0)
-    assert found.kv_groups == ()
-    with pytest.raises(ConfigError, match="host_memory_gb") as caught:
-        planned(tmp_path, "gpt-oss-20b", host_memory_gb=1.0, kv_groups="on")
-    assert caught.value.field == "kv_groups"
+def test_host_memory_holds_pages_of_groups(tmp_path):
+    found, laid = planned(tmp_path, "gpt-oss-20b", host_memory_gb=1.0)
+    assert [group.arrays for group in found.kv_groups] == [12, 12]
+    # layers of a group * tokens of a page * (keys and values) * heads * width * bytes
+    assert laid.sizes.limits.n_host_pages == 2**30 // (12 * Z * 2 * 8 * 64 * 2)
 
 
 def test_a_context_within_all_windows_has_no_groups(tmp_path):

@@ -39,7 +39,8 @@ class SwapPolicy:
         lease = seq.lease
         if self.cache.tier is None or self.mode == "recompute" or lease is None:
             return
-        n_pages = len(swap.private(self.cache, lease, seq.scheduled))
+        own = swap.private(self.cache, lease, seq.scheduled)
+        n_pages = sum(map(len, own.values()))
         if n_pages and (self.mode == "swap" or self._pays(seq, n_pages)):
             seq.swapped = swap.leave(self.cache, lease, seq.scheduled)
             self.n_out += seq.swapped is not None
