@@ -59,7 +59,8 @@ def _contest(x: Line) -> tuple[str, str]:
     if "us" not in x:
         return f"{x['verdict']}, least {x['least']:.2f}" if "least" in x else x["verdict"], ""
     times = f"{x['us']:,.1f} us, XLA ({x['xla']}) {x['xla_us']:,.1f} us"
-    return f"{times}: {x['ratio']:.2f} x, {x['verdict']}", ""
+    share = f"{x['share']:.0%}" if "share" in x else ""
+    return f"{times}: {x['ratio']:.2f} x, {x['verdict']}", share
 
 
 def _bandwidth(x: Line) -> tuple[str, str]:

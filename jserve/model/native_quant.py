@@ -17,6 +17,8 @@ INT4_ROWS = 64
 
 def takes(form: Form, level: str, n: int) -> bool:
     """True if the kernels of ``level`` (empty: none) multiply ``n`` rows with a matrix in this form."""
+    if level == native.HOPPER:
+        return False
     few = native.takes_rows(level, n) or (form.kind == "int4" and bool(level) and n <= INT4_ROWS)
     return _reads(form) and few and jnp.dtype(form.dtype) == jnp.bfloat16
 
