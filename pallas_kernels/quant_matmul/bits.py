@@ -1,8 +1,8 @@
 """Weights of 4 and 8 bits as bfloat16, exactly, within the registers that the matrix unit reads.
 
 It owns the bits. A thread reads a word of four bytes of a row; a mask takes two numbers 16 bits apart out of it, which
-become a pair of bfloat16. So neighbours in a register are not neighbours in the row, which costs nothing: a product is a
-sum over inputs in any order, and x is brought into the same one (``in_order``)::
+become a pair of bfloat16. So neighbours in a register are not neighbours in the row, which costs nothing: a product is
+a sum over inputs in any order, and x is brought into the same one (``in_order``)::
 
     word q of 16 bytes     | byte 4q | 4q + 1 | 4q + 2 | 4q + 3 |      a byte: an input, or halves of two 16 apart
     pair a                   (4q, 4q + 2)   (4q + 1, 4q + 3)           numbers 2q and 2q + 1 of column block a
