@@ -5,6 +5,7 @@ It owns shapes and tuning.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ MAX_ROWS = 64
 DEPTHS = (256, 128, 64)
 """Inputs that may be read at once; a row has a multiple of them."""
 LEAST_GROUP = 16
+ROOM = 200 * 1024
+"""Bytes of shared memory for copies in flight."""
 
 
 def quant_matmul(
@@ -97,6 +100,8 @@ def tile_of(
         splits=chosen.get("splits", 1),
         register_w=bool(chosen.get("register_w", interpret is None)),
     )
+    # Numbers of 8 bits take twice the room that the table is made for.
+    tile = dataclasses.replace(tile, stages=min(tile.stages, ROOM // tile.stage_bytes))
     if "splits" in chosen:
         return tile
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.

@@ -153,11 +153,15 @@ def pairs(parts: Sequence[jax.Array], dtype: Any, interpret: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((rows, columns), dtype, WGMMA),
     )
     def seen(_: Any, *found: Any) -> Any:
-        blocks = np.stack([x.registers for x in found], axis=2)  # [1, lines, parts, ...]
-        registers = blocks.reshape(1, -1, *blocks.shape[3:])
-        return _seen_as(registers, dtype, WGMMA)
+        return _seen_as(arranged([x.registers for x in found]), dtype, WGMMA)
 
     return seen(*parts)
+
+
+def arranged(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The registers of ``pairs``, of those of its parts [1, lines, ...]."""
+    blocks = np.stack(parts, axis=2)
+    return blocks.reshape(1, -1, *blocks.shape[3:])
 
 
 def _seen_as(registers: np.ndarray, dtype: Any, layout: Any) -> Any:

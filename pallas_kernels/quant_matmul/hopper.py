@@ -28,8 +28,12 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels.flash import COLUMNS, ROWS, WGMMA, M, along_columns, along_rows
 from pallas_kernels.quant_matmul import bits
 from pallas_kernels.quant_matmul.values import Weights
+from pallas_kernels.registers import set_compute, set_load
 
 plgpu: Any = mosaic_gpu  # its names differ between releases of jax
+
+LOAD_BUDGET = 40
+"""Registers per thread of the warpgroup that loads, where several compute."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,11 @@ class Tile:
     def scales(self) -> int:
         """Groups of a step."""
         return max(self.depth // self.group, 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one step's weights and x."""
+        return self.depth * (self.width // bits.per_byte(self.kind) + 2 * self.M)
 
     @property
     def steps(self) -> int:
@@ -149,10 +158,14 @@ def _multiply(x, w, x_scale, out, *, tile: Tile, interpret: Any, **sm):
 
     @pl.when(wg == tile.warpgroups)
     def _():
+        if tile.warpgroups > 1:
+            set_load(LOAD_BUDGET)
         _load(tile, sm, x, w.q.at[pl.ds(first, tile.width)], begin, count)
 
     @pl.when(wg < tile.warpgroups)
     def _():
+        if tile.warpgroups > 1:
+            set_compute(tile.warpgroups, 1, LOAD_BUDGET)
         mine = pl.ds(first + wg * M, M)
         factors = functools.partial(_factors, tile, w, x_scale, mine)
         step = functools.partial(_step, tile, sm, wg, begin, factors, interpret)

@@ -136,20 +136,21 @@ def test_a_register_of_bytes_is_a_word() -> None:
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_register_of_a_word_is_a_pair(parts: int) -> None:
-    """``pairs`` likewise: the register of part p and line c is the one of column block ``parts * c + p``."""
+    """``pairs`` likewise."""
     of_words, of_pairs = owners(bits.WORDS, 64, 16), owners(WGMMA, 64, 8 * 4 * parts)
-    place = np.arange(64 * 16 * 2, dtype=np.uint16).reshape(64, 16, 2)
-    halves = np.ascontiguousarray(place).view(np.uint32)[..., 0]
-    given = [jnp.asarray(halves) for _ in range(parts)]
+    place = np.arange(parts * 64 * 16 * 2, dtype=np.uint16).reshape(parts, 64, 16, 2)
+    given = [jnp.asarray(x.view(np.uint32)[..., 0]) for x in place]
     seen = np.asarray(bits.pairs(given, jnp.uint16, interpreter()))
-    for (warp, lane, register), [(row, word)] in of_words.items():
-        line, half = divmod(
-            register, 2
-        )  # registers are ordered by lines of four words, then by halves of the rows
-        assert line == word // 4
-        for p in range(parts):
-            pair = of_pairs[warp, lane, 2 * (parts * line + p) + half]
-            assert [seen[at] for at in pair] == list(place[row, word])
+    shape = bits.WORDS.to_mgpu().registers_shape((64, 16))
+    n = int(np.prod(shape))
+    registers = bits.arranged(np.arange(parts * n).reshape(parts, *shape))
+    assert registers.shape == WGMMA.to_mgpu().registers_shape((64, 8 * 4 * parts))
+    for at, register in enumerate(registers.flat):
+        part, own = divmod(int(register), n)
+        for warp, lane in np.ndindex(4, 32):
+            [(row, word)] = of_words[warp, lane, own]
+            pair = of_pairs[warp, lane, at]
+            assert [seen[i] for i in pair] == list(place[part, row, word])
 
 
 def test_outputs_and_rows_do_not_mix() -> None:
