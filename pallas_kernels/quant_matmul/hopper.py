@@ -8,7 +8,7 @@ weight rows a warpgroup, the rows of x as the narrow side (8 to 64)::
     part[64, M] of a run of weights;  y.T += scale[64] * part          scales act on float32 sums
 
 A block of the grid has ``warpgroups`` that compute, neighbours along N, and one that loads; it takes a
-``splits``-th of D. Scales are read a step ahead into registers, from device memory: their rows have any length, and
+``splits``-th of D. Scales are read a unit ahead into registers, from device memory: their rows have any length, and
 copies to shared memory want multiples of 16 bytes. The sums of splits are added by whoever reads them (XLA: in the
 fusion that follows).
 """
@@ -67,8 +67,8 @@ class Tile:
 
     @property
     def unit(self) -> int:
-        """Inputs that are widened at once."""
-        return min(self.depth, 128)
+        """Inputs that are widened at once; of small groups few, whose scales take registers."""
+        return min(self.depth, 128 if self.group >= 32 else 64)
 
     @property
     def run(self) -> int:
@@ -77,8 +77,13 @@ class Tile:
 
     @property
     def scales(self) -> int:
-        """Groups of a step."""
-        return max(self.depth // self.group, 1)
+        """Groups of a unit."""
+        return max(self.unit // self.group, 1)
+
+    @property
+    def units(self) -> int:
+        """Of a step."""
+        return self.depth // self.unit
 
     @property
     def stage_bytes(self) -> int:
@@ -103,14 +108,12 @@ class Tile:
 
 
 class _Factors(NamedTuple):
-    """Of each group of a step."""
+    """Of each group of a unit."""
 
     scales: tuple[Any, ...]
     """float32[64], of weight rows."""
     offsets: tuple[Any, ...] | None
     """bfloat16[64], what the widened numbers are more than they are; None: the kind's own."""
-    of_x: tuple[Any, ...] | None
-    """float32[M], of the rows of x."""
 
 
 def multiply(
@@ -167,10 +170,10 @@ def _multiply(x, w, x_scale, out, *, tile: Tile, interpret: Any, **sm):
         if tile.warpgroups > 1:
             set_compute(tile.warpgroups, 1, LOAD_BUDGET)
         mine = pl.ds(first + wg * M, M)
-        factors = functools.partial(_factors, tile, w, x_scale, mine)
-        step = functools.partial(_step, tile, sm, wg, begin, factors, interpret)
+        factors = functools.partial(_factors, tile, w, mine)
+        step = functools.partial(_step, tile, sm, wg, x_scale, factors, interpret, begin)
         nothing = plgpu.layout_cast(jnp.zeros((M, tile.M), jnp.float32), WGMMA)
-        y, _ = lax.fori_loop(0, count, step, (nothing, factors(begin)))
+        y, _ = lax.fori_loop(0, count, step, (nothing, factors(begin * tile.units)))
         out.at[s, mine][...] = y
 
 
@@ -198,50 +201,56 @@ def _load(tile: Tile, sm, x, w, begin, count) -> None:
     lax.fori_loop(jnp.maximum(count - tile.stages, 0), count, drain, None)
 
 
-def _factors(tile: Tile, w: Weights, x_scale, mine, step) -> _Factors:
-    first = lax.div(step * tile.depth, jnp.int32(tile.group))
-    load = functools.partial(plgpu.load, optimized=False)
+def _factors(tile: Tile, w: Weights, mine, unit) -> _Factors:
+    first = _group(tile, unit)
 
-    def of_groups(load_one) -> tuple[Any, ...]:
-        return tuple(load_one(first + j) for j in range(tile.scales))
+    def of_groups(array, change) -> tuple[Any, ...]:
+        found = (array.at[mine, first + j] for j in range(tile.scales))
+        return tuple(change(plgpu.load(one, layout=ROWS, optimized=False)) for one in found)
 
-    def offset(group):
-        zero = load(w.zero_NB.at[mine, group], layout=ROWS)
+    def offset(zero):
         return (zero.astype(jnp.float32) + bits.offset(tile.kind)).astype(jnp.bfloat16)
 
     return _Factors(
-        of_groups(lambda group: load(w.scale_NB.at[mine, group], layout=ROWS)),
-        None if w.zero_NB is None else of_groups(offset),
-        None
-        if x_scale is None
-        else of_groups(lambda group: load(x_scale.at[group], layout=COLUMNS)),
+        of_groups(w.scale_NB, lambda scale: scale),
+        None if w.zero_NB is None else of_groups(w.zero_NB, offset),
     )
 
 
-def _step(tile: Tile, sm, wg, begin, factors, interpret, i, carry):
+def _group(tile: Tile, unit):
+    """The first of a unit."""
+    return lax.div(unit * tile.unit, jnp.int32(tile.group))
+
+
+def _step(tile: Tile, sm, wg, x_scale, factors, interpret, begin, i, carry):
     """Add one read's products."""
     y, now = carry
     slot = lax.rem(i, jnp.int32(tile.stages))
-    following = factors(jnp.minimum(begin + i + 1, tile.steps - 1))
     plgpu.barrier_wait(sm["here"].at[slot])
     per, mine = bits.per_byte(tile.kind), pl.ds(wg * M, M)
-    for u in range(0, tile.depth, tile.unit):
-        bytes_ = sm["w_room"].at[slot, mine, pl.ds(u // per, tile.unit // per)]
-        unit = bits.wide(plgpu.load(bytes_, layout=bits.BYTES), tile.kind, interpret)
+    for u in range(tile.units):
+        unit, at = (begin + i) * tile.units + u, u * tile.unit
+        following = factors(jnp.minimum(unit + 1, tile.steps * tile.units - 1))
+        bytes_ = sm["w_room"].at[slot, mine, pl.ds(at // per, tile.unit // per)]
+        wide = bits.wide(plgpu.load(bytes_, layout=bits.BYTES), tile.kind, interpret)
         for r in range(0, tile.unit, tile.run):
-            j = (u + r) // tile.group if tile.scales > 1 else 0
-            weights = _centred(tile, unit[:, r : r + tile.run], now, j)
+            j = r // tile.group
+            weights = _centred(tile, wide[:, r : r + tile.run], now, j)
             if not tile.register_w:
                 sm["wide"].at[wg][...] = weights
                 plgpu.commit_smem()
                 weights = sm["wide"].at[wg]
-            part = _product(weights, sm["x_room"].at[slot, :, pl.ds(u + r, tile.run)], tile)
-            if now.of_x is not None:
-                part = part * along_columns(now.of_x[j], part)
+            if x_scale is not None:
+                row = x_scale.at[_group(tile, unit) + j]
+                of_x = plgpu.load(row, layout=COLUMNS, optimized=False)
+            part = _product(weights, sm["x_room"].at[slot, :, pl.ds(at + r, tile.run)], tile)
+            if x_scale is not None:
+                part = part * along_columns(of_x, part)
             y = y + along_rows(now.scales[j], part) * part
+        now = following
     plgpu.commit_smem()  # what was read by loads comes before the copy that lands here next
     plgpu.barrier_arrive(sm["free"].at[slot])
-    return y, following
+    return y, now
 
 
 def _centred(tile: Tile, wide, now: _Factors, j: int):
