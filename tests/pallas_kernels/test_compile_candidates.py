@@ -14,6 +14,10 @@ from bench import passes
 from bench.gpu_candidates import CONTESTS, FORMS, Contest, tunings
 from pallas_kernels import aot
 from pallas_kernels.kv_write import Angles, Places, kv_write
+from pallas_kernels.quant_matmul import KINDS, Weights, bits, quant_matmul
+from pallas_kernels.quant_matmul.api import tile_of
+from tests.pallas_kernels import tma
+from tests.pallas_kernels.test_compile import check_registers
 
 pytestmark = pytest.mark.usefixtures("h200")
 
@@ -96,7 +100,12 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "register_w"), [*((f, True) for f in FORMS), ("int4 zeros g128", False)]
+    ("form", "register_w"),
+    [
+        ("int4 zeros g128", True),
+        *(pytest.param(form, True, marks=pytest.mark.slow) for form in FORMS),
+        pytest.param("int4 zeros g128", False, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_are_read_as_they_are_stored(form: str, register_w: bool) -> None:
     """Once: these, scales, x and the splits' sums, in shared memory by whole registers."""
@@ -107,6 +116,30 @@ def test_weights_are_read_as_they_are_stored(form: str, register_w: bool) -> Non
     splits, N, D, M = 4, 4096, 14336, 16
     others = (2 * splits + 3) * N * M * 4 + 4 * M * D * 4
     assert c.n_bytes <= report.module.moved("none") < c.n_bytes + others < 1.2 * c.n_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_registers_and_room_suffice_for_every_group(kind: str, group: int, rows: int) -> None:
+    """With zeros, and 8 bits with scales of x."""
+    N, D = 4096, 4096
+    B, per = D // group, bits.per_byte(kind)
+    w = Weights(struct(N, D // per, dtype=KINDS[kind]), struct(N, B), struct(N, B, dtype=jnp.int8))
+    x, x_scale = struct(rows, D, dtype=jnp.bfloat16), None if per == 2 else struct(rows, B)
+
+    def call(x: Any, w: Weights, x_scale: Any) -> Any:
+        return quant_matmul(x, w, kind, x_scale_TB=x_scale)
+
+    with tma.recorded() as descriptors:
+        report = aot.compile_for(call, x, w, x_scale)
+    check(report)
+    assert len(descriptors) == 2
+    assert not [fault for one in descriptors for fault in one.faults()]
+    assert report.narrow_reads == 0
+    tile = tile_of(x, w, kind, x_scale)
+    check_registers(report.kernels[0], tile.warpgroups, 1)
 
 
 def test_by_xla_they_are_not() -> None:
