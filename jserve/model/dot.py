@@ -85,7 +85,7 @@ def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
 NATIVE, HOPPER = "native", "quant_matmul"
 """The paths of the kernels for CPUs and for Hopper; those of XLA are the ways of ``quant.product``."""
 EXPERTS = "expert_"
-"""How the names of matrices begin that ``moe`` multiplies."""
+"""The beginning of the names of matrices that ``moe`` multiplies."""
 PRODUCTS = {NATIVE: native_quant.product, HOPPER: quant_hopper.product}
 
 

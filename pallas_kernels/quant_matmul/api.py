@@ -22,6 +22,8 @@ MAX_ROWS = 64
 DEPTHS = (256, 128, 64)
 """Inputs that may be read at once; a row has a multiple of them."""
 LEAST_GROUP = 16
+MOST_GROUPS = 8
+"""Of a step: the compiler reads all scales of one early, and has no registers for more."""
 ROOM = 200 * 1024
 """Bytes of shared memory for copies in flight."""
 
@@ -94,14 +96,15 @@ def tile_of(
         N=N,
         D=D,
         group=D // B,
-        depth=_depth(D, D // B, chosen["depth"]),
+        depth=_depth(D, D // B, min(chosen["depth"], MOST_GROUPS * D // B)),
         warpgroups=warpgroups,
         stages=chosen["stages"],
         splits=chosen.get("splits", 1),
         register_w=bool(chosen.get("register_w", interpret is None)),
     )
-    # Numbers of 8 bits take twice the room that the table is made for.
-    tile = dataclasses.replace(tile, stages=min(tile.stages, ROOM // tile.stage_bytes))
+    # As many bytes in flight whatever the depth is; numbers of 8 bits take twice the room that the table is made for.
+    stages = min(chosen["stages"] * chosen["depth"] // tile.depth, ROOM // tile.stage_bytes)
+    tile = dataclasses.replace(tile, stages=stages)
     if "splits" in chosen:
         return tile
     # The interpreter has no multiprocessors to fill, and every block of the grid costs it time.
