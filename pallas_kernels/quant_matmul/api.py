@@ -22,8 +22,8 @@ MAX_ROWS = 64
 DEPTHS = (256, 128, 64)
 """Inputs that may be read at once; a row has a multiple of them."""
 LEAST_GROUP = 16
-MOST_GROUPS = 8
-"""Of a step: the compiler reads all scales of one early, and has no registers for more."""
+MOST_GROUPS = 4
+"""Of a step, twice as many of 4 bits: the compiler reads all scales of one early, and has no registers for more."""
 ROOM = 200 * 1024
 """Bytes of shared memory for copies in flight."""
 
@@ -96,7 +96,7 @@ def tile_of(
         N=N,
         D=D,
         group=D // B,
-        depth=_depth(D, D // B, min(chosen["depth"], MOST_GROUPS * D // B)),
+        depth=_depth(D, D // B, min(chosen["depth"], MOST_GROUPS * bits.per_byte(kind) * D // B)),
         warpgroups=warpgroups,
         stages=chosen["stages"],
         splits=chosen.get("splits", 1),
