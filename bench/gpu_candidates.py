@@ -230,6 +230,7 @@ MATRICES = {
 }
 EVERY_FORM = ("8b gate_up", "8b down")
 """The matrices that are tried in all forms; the others in the first."""
+TINY_FORMS = ("int4 zeros g128", "e2m1 g16", "fp8 blocks")
 
 
 def _weights(M: int, N: int, D: int, form: Form, seed: int) -> tuple[Any, ...]:
@@ -260,7 +261,7 @@ def products(tiny: bool) -> Iterator[Contest]:
     first = next(iter(FORMS))
     ours = functools.partial(quant_hopper.product, **_interpreted(tiny))
     for name, (N, D) in ({"tiny": (100, 512)} if tiny else MATRICES).items():
-        for label in FORMS if tiny or name in EVERY_FORM else (first,):
+        for label in TINY_FORMS if tiny else FORMS if name in EVERY_FORM else (first,):
             form = FORMS[label]
             for M in (2,) if tiny else (1, 16, 64):
                 inputs = functools.partial(_weights, M, N, D, form)

@@ -57,6 +57,7 @@ def in_float32(x_TD: jax.Array, w: QTensor) -> np.ndarray:
     return np.asarray(quant.product(x_TD.astype(jnp.float32), exact))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FORMS)
 def test_values(name: str, calls: list[str]) -> None:
     form = FORMS[name]
@@ -92,7 +93,8 @@ def test_what_the_kernel_does_not_take_is_xlas(calls: list[str]) -> None:
     for one, T in cases:
         with native.kernels(native.HOPPER):
             got = dot(rows(T), one)
-        np.testing.assert_array_equal(got, jax.jit(quant.product)(rows(T), one))
+        want = np.asarray(quant.product(rows(T), one))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
     with native.kernels(""):
         dot(rows(3), w)
     assert not calls
@@ -110,6 +112,7 @@ def test_the_test_at_start_sees_wrong_products(
         return interpreted(x, w._replace(zero_NB=None), kind, **options)
 
     monkeypatch.setattr(kernel, "quant_matmul", without_zeros)
+    jax.clear_caches()  # the traces of the kernel that was right
     found = selftest.products_differ(forms)
     assert found.startswith("int4 in groups of 64, 1 rows differs")
     assert "fp8" not in found
@@ -123,6 +126,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_mistake_is_far_beyond_rounding(change: str) -> None:
     form = FORMS["int4 zeros, ordered"]

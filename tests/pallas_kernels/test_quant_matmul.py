@@ -77,6 +77,7 @@ def drawn_bytes(rng: np.random.Generator, N: int, D: int, kind: str) -> tuple[An
     return q, q.astype(float)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("kernel", ["hopper", "ref"])
 def test_values(name: str, kernel: str) -> None:
