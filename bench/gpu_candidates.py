@@ -228,8 +228,8 @@ MATRICES = {
     "70b tp8 gate_up": (7168, 8192),
     "70b tp8 down": (8192, 3584),
 }
-EVERY_FORM = ("8b gate_up", "8b down")
-"""The matrices that are tried in all forms; the others in the first."""
+EVERY_FORM = "8b down"
+"""The matrix that is tried in all forms; the others in the first."""
 TINY_FORMS = ("int4 zeros g128", "e2m1 g16", "fp8 blocks")
 
 
@@ -261,7 +261,7 @@ def products(tiny: bool) -> Iterator[Contest]:
     first = next(iter(FORMS))
     ours = functools.partial(quant_hopper.product, **_interpreted(tiny))
     for name, (N, D) in ({"tiny": (100, 512)} if tiny else MATRICES).items():
-        for label in TINY_FORMS if tiny else FORMS if name in EVERY_FORM else (first,):
+        for label in TINY_FORMS if tiny else FORMS if name == EVERY_FORM else (first,):
             form = FORMS[label]
             for M in (2,) if tiny else (1, 16, 64):
                 inputs = functools.partial(_weights, M, N, D, form)
@@ -281,7 +281,7 @@ def _interpreted(tiny: bool) -> dict[str, Any]:
     return {"interpret": interpreter()} if tiny else {}
 
 
-CONTESTS = (sampling, writing, norming, products)
+CONTESTS = (sampling, writing, norming)
 REFERENCES: dict[str, Call] = {
     "sample_threshold": threshold_ref.sample_threshold,
     "quant_matmul": _in_float32,
@@ -293,13 +293,22 @@ REFERENCES: dict[str, Call] = {
 
 def candidate_numerics(record: Record) -> None:
     """Every shape on fresh inputs, whose seed the record holds, against float32 references."""
+    _numerics(record, [c for some in CONTESTS for c in some(record.tiny)])
+
+
+def products_numerics(record: Record) -> None:
+    """The same of products with weights in groups: every form, few rows and many."""
+    _numerics(record, [c for c in products(record.tiny) if record.tiny or EVERY_FORM in c.shape])
+
+
+def _numerics(record: Record, contests: Sequence[Contest]) -> None:
     checks = {
         "sample_threshold": _kept,
         "kv_write": _written,
         "add_norm": _normed,
         "quant_matmul": _multiplied,
     }
-    for contest in (c for some in CONTESTS for c in some(record.tiny)):
+    for contest in contests:
         measure = functools.partial(_on_fresh, checks[contest.kernel], contest, record.tiny)
         record.attempt(f"{contest.kernel} {contest.shape}", measure)
 
@@ -365,8 +374,17 @@ def _multiplied(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
 def candidate_times(record: Record) -> None:
     """Each shape by the kernel and by XLA, cold, and a verdict a kernel. Shares are of the read bandwidth, for the
     fewest bytes that a call must move."""
+    _times(record, CONTESTS)
+
+
+def products_times(record: Record) -> None:
+    """The same of products with weights in groups, at every matrix of a layer."""
+    _times(record, (products,))
+
+
+def _times(record: Record, contests: Sequence[Callable[[bool], Iterator[Contest]]]) -> None:
     limit = record.figure("facts", "read bandwidth", "bytes_per_s", READ_BANDWIDTH)
-    for some in CONTESTS:
+    for some in contests:
         ratios: dict[str, float] = {}
         wanted = list(some(record.tiny))
         for contest in wanted:

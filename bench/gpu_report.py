@@ -96,6 +96,7 @@ ROWS = (
     Row("steps_30b_a3b", r"30b-a3b, (batch .*|mixed .*)", _step),
     Row("steps_v2_lite", r"v2-lite, (batch .*|mixed .*)", _step),
     Row("experts_times", r".*", _rate),
+    Row("products_times", r".*", _contest),
     Row("candidate_times", r".*", _contest),
     Row("serving", r".*/.*@\d+|S1", _served),
     Row("peers", r".*", _loop),
@@ -106,6 +107,7 @@ NUMERICS = (
     "mla_numerics",
     "step_numerics",
     "experts_numerics",
+    "products_numerics",
     "candidate_numerics",
 )
 

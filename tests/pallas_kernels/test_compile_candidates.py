@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
-from bench.gpu_candidates import CONTESTS, FORMS, Contest, tunings
+from bench.gpu_candidates import CONTESTS, FORMS, Contest, products, tunings
 from pallas_kernels import aot
 from pallas_kernels.kv_write import Angles, Places, kv_write
 from pallas_kernels.quant_matmul import KINDS, Weights, bits, quant_matmul
@@ -21,7 +21,7 @@ from tests.pallas_kernels.test_compile import check_registers
 
 pytestmark = pytest.mark.usefixtures("h200")
 
-ALL = [c for some in CONTESTS for c in some(False) if "flat" not in c.shape]
+ALL = [c for some in (*CONTESTS, products) for c in some(False) if "flat" not in c.shape]
 """Logits with and without a peak are one program, and a kernel is compiled once a process."""
 FEW = {
     "[256, 128256], peak",
@@ -30,8 +30,7 @@ FEW = {
     "70b tp8, 32 tokens",
     "70b, 256 tokens",
     "8b down, int4 g128, 1 rows",
-    "8b gate_up, int4 zeros g128, 64 rows",
-    "8b gate_up, e2m1 g16, 64 rows",
+    "8b gate_up, int4 g128, 64 rows",
     "70b tp8 gate_up, int4 g128, 16 rows",
 }
 F8 = jnp.float8_e4m3fn
