@@ -85,7 +85,7 @@ def wide(bytes_: jax.Array, kind: str, interpret: Any) -> jax.Array:
 
 
 def offset(kind: str) -> float:
-    """What the numbers of ``wide`` are more than they are."""
+    """The amount by which the numbers of ``wide`` are too large."""
     return {"int4": 136.0, "uint4": 128.0}.get(kind, 0.0)
 
 

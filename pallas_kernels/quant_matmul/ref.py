@@ -1,4 +1,4 @@
-"""What ``quant_matmul`` computes, in plain jnp and float32, for reading and for tests."""
+"""Computes ``quant_matmul`` in plain jnp and float32, for reading and for tests."""
 
 from __future__ import annotations
 
