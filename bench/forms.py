@@ -1,8 +1,9 @@
-"""What XLA makes of layers with quantised weights on an H200: bytes moved over bytes stored, temporaries, kernels.
+"""What becomes of layers with quantised weights on an H200: bytes moved over bytes stored, temporaries, kernels.
 
 Needs the compiler's wheels (docs/kernels.md) and no GPU; nothing runs. It owns the goals that the figures are held to.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m bench.forms --model llama-3.1-8b --rows 1,16,64,256 --json FILE
+    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m bench.forms --kernels xla    products without quant_matmul
 
 A program is two layers of the model, whose attention reads no KV: queries are its outputs. ``moved`` is all that its
 kernels read and write, less what the same layers in bfloat16 move besides their weights, over the bytes stored: 1 for
@@ -28,9 +29,10 @@ from jserve.model.arch import Arch, resized
 from jserve.model.attention import AttentionBackend
 from jserve.model.ctx import Ctx
 from jserve.model.decoder import decoder_layer
-from jserve.model.dot import path_of
+from jserve.model.dot import paths
 from jserve.model.family import Family
 from jserve.model.layer_pass import WHOLE
+from jserve.model.native import HOPPER, kernels
 from jserve.model.param_spec import is_spec
 from jserve.model.quant import Form
 from jserve.model.quant_specs import quantised_specs
@@ -61,10 +63,10 @@ ROW_GOAL, GROUP_GOAL, GROUP_ROWS = 1.05, 1.15, 64
 """Bytes moved over stored, of one scale a row, and of groups up to so many rows."""
 LAYERS = 2
 SHOWN = (
-    "{form:18} {rows:4d} {path:11} {stored_mb:8.1f} {moved:6.2f} {goal:5} {weights_mb:9.1f}"
+    "{form:18} {rows:4d} {path:12} {stored_mb:8.1f} {moved:6.2f} {goal:5} {weights_mb:9.1f}"
     " {others_mb:9.1f} {kernels:7.1f} {more:5.1f} {launches:6d}"
 )
-HEAD = "form               rows path        MB a layer  moved goal  MB wide   MB else  kernels more  graphs"
+HEAD = "form               rows path         MB a layer  moved goal  MB wide   MB else  kernels more  graphs"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,8 @@ class Compiled:
     launches: tuple[str, ...]
 
 
-def compiled(family: Family, arch: Arch, rows: int) -> Compiled:
-    """Two layers of a decode step of ``rows`` rows, compiled for an H200."""
+def compiled(family: Family, arch: Arch, rows: int, level: str = "") -> Compiled:
+    """Two layers of a decode step of ``rows`` rows, compiled for an H200; ``level`` of ``native.kernels``."""
     arch = resized(arch, L=LAYERS)
     specs = family.specs(arch, 1)["layers"]
 
@@ -97,8 +99,9 @@ def compiled(family: Family, arch: Arch, rows: int) -> Compiled:
 
     def layers(params: Any, x_TD: jax.Array, pos_T: jax.Array) -> jax.Array:
         ctx = Ctx.of(arch, _view(pos_T), NONE, Axes()).with_tables()
-        for i, p in enumerate(params):
-            x_TD = decoder_layer(p, x_TD, ctx.at(i), (x_TD, x_TD))[0]
+        with kernels(level):
+            for i, p in enumerate(params):
+                x_TD = decoder_layer(p, x_TD, ctx.at(i), (x_TD, x_TD))[0]
         return x_TD
 
     options = compile_options("cuda")
@@ -146,20 +149,24 @@ def in_form(family: Family, form: Form) -> Family:
     return quantised_specs(family, lambda name, D: form)
 
 
-def lines(model: str, forms: Iterable[str], rows: Iterable[int]) -> Iterable[dict[str, Any]]:
-    """The lines of the record, a form and a number of rows each."""
+def lines(
+    model: str, forms: Iterable[str], rows: Iterable[int], level: str = HOPPER
+) -> Iterable[dict[str, Any]]:
+    """The lines of the record, a form and a number of rows each; ``level`` of ``native.kernels``."""
     found = models.find(model)
     for n in rows:
         plain = compiled(found.family, found.arch, n)
         beside = plain.moved - plain.stored
         for name in forms:
             form = FORMS[name]
-            got = compiled(in_form(found.family, form), found.arch, n)
+            family = in_form(found.family, form)
+            got = compiled(family, found.arch, n, level)
+            [taken] = paths(family.specs(found.arch, 1)["layers"], level, [n]).values()
             moved = (got.moved - beside) / got.stored
             yield {
                 "form": name,
                 "rows": n,
-                "path": path_of(form, "", n),
+                "path": "+".join(taken),
                 "stored_mb": round(got.stored / LAYERS / 1e6, 1),
                 "moved": round(moved, 3),
                 "goal": goal(form, n),
@@ -191,6 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="llama-3.1-8b", help="a shape (llama-3.1-8b)")
     parser.add_argument("--forms", default=",".join(FORMS), help="of these, all by default")
     parser.add_argument("--rows", default="1,16,64,256", help="numbers of rows (1,16,64,256)")
+    parser.add_argument(
+        "--kernels", default=HOPPER, choices=(HOPPER, "xla"), help="of products (hopper)"
+    )
     parser.add_argument("--json", type=Path, default=None, help="result file to write")
     args = parser.parse_args(argv)
     if aot.available() is not None:
@@ -200,11 +210,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no form {', '.join(sorted(unknown))}; there are {', '.join(FORMS)}")
     print(HEAD, flush=True)
     made = []
-    for line in lines(args.model, forms, [int(n) for n in args.rows.split(",")]):
+    level = "" if args.kernels == "xla" else args.kernels
+    for line in lines(args.model, forms, [int(n) for n in args.rows.split(",")], level):
         made.append(line)
         print(shown(line), flush=True)
     if args.json is not None:
         options = {"model": args.model, "device": "h200, described", "layers": LAYERS}
+        options["kernels"] = args.kernels
         report.write(record("forms", options, made), args.json)
     return 0
 

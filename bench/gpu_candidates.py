@@ -1,4 +1,5 @@
-"""Stages of ``bench.gpu``: kernels that are not served, right or wrong, and beside XLA at the shapes of 1B, 8B and 70B.
+"""Stages of ``bench.gpu``: kernels that no device has timed, right or wrong, and beside XLA at the shapes of 1B, 8B and
+70B.
 
 It owns their inputs, what XLA does in their place, and the verdict: a kernel stays if it takes less than 1 / 1.05
 of XLA's time at every shape listed here (it then moves to ``pallas_kernels`` by hand). Of XLA's ways to the same
@@ -7,6 +8,7 @@ result the fastest counts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -17,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.candidates.quant_matmul import quant_matmul, ref as quant_ref
 from bench.candidates.sample_threshold import ref as threshold_ref, sample_threshold
-from bench.gpu_kernels import L2_BYTES, compare, relative, seconds
+from bench.gpu_kernels import L2_BYTES, READ_BANDWIDTH, compare, relative, seconds
 from bench.gpu_record import Record
-from jserve.model import kv_pool
+from jserve.model import kv_pool, quant, quant_hopper
 from jserve.model.norms import rms_norm
+from jserve.model.quant import KINDS, Form, QTensor
 from jserve.model.rope import rotate
 from jserve.model.sample import threshold
 from pallas_kernels.add_norm import add_norm, ref as norm_ref
@@ -203,64 +205,86 @@ def norming(tiny: bool) -> Iterator[Contest]:
             )
 
 
-# --- 4-bit weights
+# --- weights in groups
+
+FORMS = {
+    "int4 g128": Form(kind="int4", group=128),
+    "int4 zeros g128": Form(kind="int4", group=128, zeros=True),
+    "uint4 shifts g32": Form(kind="uint4", group=32, shifts=True),
+    "e2m1 g32": Form(kind="e2m1", group=32),
+    "e2m1 g16": Form(kind="e2m1", group=16),
+    "int8 g32": Form(kind="int8", group=32),
+    "fp8 blocks": Form(kind="e4m3", group=128, rounded=True),
+}
+"""As on load, of AWQ, GGUF's Q4_K, mxfp4, nvfp4, GGUF's Q8_0, DeepSeek-V3."""
+MATRICES = {
+    "1b qkv": (3072, 2048),
+    "1b gate_up": (16384, 2048),
+    "1b down": (2048, 8192),
+    "8b qkv": (6144, 4096),
+    "8b o": (4096, 4096),
+    "8b gate_up": (28672, 4096),
+    "8b down": (4096, 14336),
+    "70b tp8 gate_up": (7168, 8192),
+    "70b tp8 down": (8192, 3584),
+}
+EVERY_FORM = "8b down"
+"""The matrix that is tried in all forms; the others in the first."""
+TINY_FORMS = ("int4 zeros g128", "e2m1 g16", "fp8 blocks")
 
 
-def _weights(M: int, N: int, D: int, seed: int) -> tuple[Any, ...]:
-    keys = jax.random.split(jax.random.key(seed), 3)
-    x = jax.random.normal(keys[0], (M, D), jnp.bfloat16)
-    w = jax.random.randint(keys[1], (N, D), -8, 8, jnp.int8).astype(jnp.int4)
-    return x, w, jax.random.uniform(keys[2], (D // 128, N)) * 0.01
+def _weights(M: int, N: int, D: int, form: Form, seed: int) -> tuple[Any, ...]:
+    """Rows of x, and a matrix."""
+    keys = iter(jax.random.split(jax.random.key(seed), 6))
+    x = jax.random.normal(next(keys), (M, D), jnp.bfloat16)
+    B, dtype = form.groups(D), KINDS[form.kind]
+    if form.kind == "e4m3":
+        q = jax.random.normal(next(keys), (N, D)).astype(dtype)
+    else:
+        whole = jax.random.bits(next(keys), (N, form.stored(D)), jnp.uint8)
+        q = jax.lax.bitcast_convert_type(whole, dtype)
+    scale, shift = (jax.random.uniform(next(keys), (N, B)) * 0.01 for _ in range(2))
+    zero = jax.random.randint(next(keys), (N, B), -8, 8, jnp.int8) if form.zeros else None
+    w = QTensor(q=q, scale=scale, zero=zero, form=form, shift=shift if form.shifts else None)
+    return x, w
 
 
-def _dequantised(x: Any, w: Any, scales: Any) -> Any:
-    N, D = w.shape
-    blocks = w.astype(jnp.bfloat16).reshape(N, -1, 128) * scales.T[..., None].astype(jnp.bfloat16)
-    return jnp.matmul(x, blocks.reshape(N, D).T, preferred_element_type=jnp.float32)
-
-
-def _by_block(x: Any, w: Any, scales: Any) -> Any:
-    N, D = w.shape
-    x_MBI, w_NBI = x.reshape(-1, D // 128, 128), w.reshape(N, -1, 128).astype(jnp.bfloat16)
-    y = jnp.einsum("mbi,nbi->bmn", x_MBI, w_NBI, preferred_element_type=jnp.float32)
-    return (y * scales[:, None]).sum(0)
+def _in_float32(x: Any, w: QTensor) -> Any:
+    """What both ways compute, up to their rounding."""
+    exact = dataclasses.replace(w, form=dataclasses.replace(w.form, dtype="float32"))
+    with jax.default_matmul_precision("highest"):
+        return quant.product(x.astype(jnp.float32), exact)
 
 
 def products(tiny: bool) -> Iterator[Contest]:
-    """The matrices of a layer; of 70B those of one device of eight."""
-    shapes = {
-        "1b qkv": (3072, 2048),
-        "1b gate_up": (16384, 2048),
-        "1b down": (2048, 8192),
-        "8b qkv": (6144, 4096),
-        "8b o": (4096, 4096),
-        "8b gate_up": (28672, 4096),
-        "8b down": (4096, 14336),
-        "70b tp8 gate_up": (7168, 8192),
-        "70b tp8 down": (8192, 3584),
-    }
-    ours = functools.partial(quant_matmul, **_interpreted(tiny))
-    for name, (N, D) in ({"tiny": (128, 512)} if tiny else shapes).items():
-        for M in (2,) if tiny else (1, 16, 64):
-            yield Contest(
-                "quant_matmul",
-                f"{name}, {M} rows",
-                functools.partial(_weights, M, N, D),
-                ours,
-                {"dequantised": _dequantised, "by block": _by_block},
-                lambda args, y: (args[0] + (y[:, :1] * 1e-6).astype(args[0].dtype), *args[1:]),
-                N * D // 2 + N * D // 128 * 4 + M * (D * 2 + N * 4),
-            )
+    """The matrices of a layer, of 70B those of one device of eight, and each form."""
+    first = next(iter(FORMS))
+    ours = functools.partial(quant_hopper.product, **_interpreted(tiny))
+    for name, (N, D) in ({"tiny": (100, 512)} if tiny else MATRICES).items():
+        for label in TINY_FORMS if tiny else FORMS if name == EVERY_FORM else (first,):
+            form = FORMS[label]
+            for M in (2,) if tiny else (1, 16, 64):
+                inputs = functools.partial(_weights, M, N, D, form)
+                stored = jax.tree.leaves(jax.eval_shape(lambda inputs=inputs: inputs(0))[1])
+                yield Contest(
+                    "quant_matmul",
+                    f"{name}, {label}, {M} rows",
+                    inputs,
+                    ours,
+                    {quant.way_of(form, M): quant.product},
+                    lambda args, y: (args[0] + (y[:, :1] * 1e-6).astype(args[0].dtype), args[1]),
+                    sum(a.size * a.dtype.itemsize for a in stored) + M * (D * 2 + N * 4),
+                )
 
 
 def _interpreted(tiny: bool) -> dict[str, Any]:
     return {"interpret": interpreter()} if tiny else {}
 
 
-CONTESTS = (sampling, writing, norming, products)
+CONTESTS = (sampling, writing, norming)
 REFERENCES: dict[str, Call] = {
     "sample_threshold": threshold_ref.sample_threshold,
-    "quant_matmul": quant_ref.quant_matmul,
+    "quant_matmul": _in_float32,
 }
 
 
@@ -269,13 +293,22 @@ REFERENCES: dict[str, Call] = {
 
 def candidate_numerics(record: Record) -> None:
     """Every shape on fresh inputs, whose seed the record holds, against float32 references."""
+    _numerics(record, [c for some in CONTESTS for c in some(record.tiny)])
+
+
+def products_numerics(record: Record) -> None:
+    """The same of products with weights in groups: every form, few rows and many."""
+    _numerics(record, [c for c in products(record.tiny) if record.tiny or EVERY_FORM in c.shape])
+
+
+def _numerics(record: Record, contests: Sequence[Contest]) -> None:
     checks = {
         "sample_threshold": _kept,
         "kv_write": _written,
         "add_norm": _normed,
         "quant_matmul": _multiplied,
     }
-    for contest in (c for some in CONTESTS for c in some(record.tiny)):
+    for contest in contests:
         measure = functools.partial(_on_fresh, checks[contest.kernel], contest, record.tiny)
         record.attempt(f"{contest.kernel} {contest.shape}", measure)
 
@@ -339,12 +372,23 @@ def _multiplied(c: Contest, seed: int, tiny: bool) -> dict[str, Any]:
 
 
 def candidate_times(record: Record) -> None:
-    """Each shape by the kernel and by XLA, cold, and a verdict a kernel."""
-    for some in CONTESTS:
+    """Each shape by the kernel and by XLA, cold, and a verdict a kernel. Shares are of the read bandwidth, for the
+    fewest bytes that a call must move."""
+    _times(record, CONTESTS)
+
+
+def products_times(record: Record) -> None:
+    """The same of products with weights in groups, at every matrix of a layer."""
+    _times(record, (products,))
+
+
+def _times(record: Record, contests: Sequence[Callable[[bool], Iterator[Contest]]]) -> None:
+    limit = record.figure("facts", "read bandwidth", "bytes_per_s", READ_BANDWIDTH)
+    for some in contests:
         ratios: dict[str, float] = {}
         wanted = list(some(record.tiny))
         for contest in wanted:
-            measure = functools.partial(_contest, contest, record.tiny, ratios)
+            measure = functools.partial(_contest, contest, record.tiny, ratios, limit)
             record.attempt(f"{contest.kernel} {contest.shape}", measure)
         record.add(wanted[0].kernel, **verdict(ratios, len(wanted)))
 
@@ -358,7 +402,7 @@ def verdict(ratios: dict[str, float], wanted: int) -> dict[str, Any]:
     return {**found, "lost": "; ".join(lost)} if lost else found
 
 
-def _contest(c: Contest, tiny: bool, ratios: dict[str, float]) -> dict[str, Any]:
+def _contest(c: Contest, tiny: bool, ratios: dict[str, float], limit: float) -> dict[str, Any]:
     calls = 1 if tiny else 8
     sets = _sets(c, tiny)
     mine = _time(c, c.ours, sets, calls, tiny)
@@ -371,6 +415,7 @@ def _contest(c: Contest, tiny: bool, ratios: dict[str, float]) -> dict[str, Any]
         "ratio": ratios[c.shape],
         "xla": best,
         "bytes_per_s": c.n_bytes / mine,
+        "share": c.n_bytes / mine / limit,
         "verdict": "stays" if ratios[c.shape] >= NEEDED else "goes",
     }
 
@@ -386,10 +431,10 @@ def tunings(tiny: bool) -> Iterator[tuple[Contest, dict[str, int]]]:
         ),
         (
             products,
-            ("8b down, 1 rows", "8b gate_up, 64 rows"),
+            ("8b down, int4 g128, 1 rows", "8b gate_up, int4 g128, 64 rows"),
             tuple(
-                {"warpgroups": w, "blocks": b, "stages": s}
-                for w, b, s in ((1, 2, 4), (1, 1, 8), (2, 1, 8), (2, 2, 3))
+                {"warpgroups": w, "depth": d, "stages": s}
+                for w, d, s in ((1, 256, 4), (1, 128, 8), (2, 128, 8), (2, 256, 3))
             ),
         ),
     ]

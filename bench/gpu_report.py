@@ -59,7 +59,8 @@ def _contest(x: Line) -> tuple[str, str]:
     if "us" not in x:
         return f"{x['verdict']}, least {x['least']:.2f}" if "least" in x else x["verdict"], ""
     times = f"{x['us']:,.1f} us, XLA ({x['xla']}) {x['xla_us']:,.1f} us"
-    return f"{times}: {x['ratio']:.2f} x, {x['verdict']}", ""
+    share = f"{x['share']:.0%}" if "share" in x else ""
+    return f"{times}: {x['ratio']:.2f} x, {x['verdict']}", share
 
 
 def _bandwidth(x: Line) -> tuple[str, str]:
@@ -95,6 +96,7 @@ ROWS = (
     Row("steps_30b_a3b", r"30b-a3b, (batch .*|mixed .*)", _step),
     Row("steps_v2_lite", r"v2-lite, (batch .*|mixed .*)", _step),
     Row("experts_times", r".*", _rate),
+    Row("products_times", r".*", _contest),
     Row("candidate_times", r".*", _contest),
     Row("serving", r".*/.*@\d+|S1", _served),
     Row("peers", r".*", _loop),
@@ -105,6 +107,7 @@ NUMERICS = (
     "mla_numerics",
     "step_numerics",
     "experts_numerics",
+    "products_numerics",
     "candidate_numerics",
 )
 

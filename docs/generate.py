@@ -96,7 +96,8 @@ SERVED = {
 }
 """Forms in which checkpoints are served (docs/quantisation.md has which), and what distinguishes them."""
 PATHS_FROM, PATHS_TO = "<!-- paths: written by docs/generate.py -->", "<!-- end of paths -->"
-PATH_LEVELS = ("avx512_bf16", "avx512f", "avx2", "")
+PATH_LEVELS = ("avx512_bf16", "avx512f", "avx2", "hopper", "")
+PATH_SHAPE = (4096, 4096)
 PATH_ROWS = (1, 16, 64, 256)
 BOUNDS = {"min": "at least", "max": "at most"}
 SMALL = {
@@ -215,16 +216,16 @@ def quantisation() -> str:
 
 def paths_table() -> str:
     """Of each form in which a matrix of a bfloat16 model is served, the path of its products: on a CPU by the level of
-    its kernels, where none takes it, and on a GPU."""
+    its kernels, on an H100 or H200, and where no kernel is."""
     lines = [
-        f"| form | rows | {' | '.join(PATH_LEVELS[:-1])} | no kernels; GPU |",
-        "|---|---|---|---|---|---|",
+        f"| form | rows | {' | '.join(PATH_LEVELS[:-1])} | no kernels |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, (kind, how) in SERVED.items():
         form: Form = Form(kind=kind, **how)
         cells: dict[tuple[str, ...], list[str]] = {}
         for n in PATH_ROWS:
-            found = tuple(path_of(form, level, n) for level in PATH_LEVELS)
+            found = tuple(path_of(form, level, n, PATH_SHAPE) for level in PATH_LEVELS)
             cells.setdefault(found, []).append(str(n))
         for found, of in cells.items():
             lines.append(f"| {name} | {', '.join(of)} | {' | '.join(found)} |")

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jserve.config import EngineConfig
 from jserve.model.arch import Arch, Moe
 from jserve.model.attention import KERNELS, unserved
+from jserve.model.dot import forms_for_hopper
 from jserve.model.families import family_for
 from jserve.model.hf_text import is_multimodal, served_as_text
 from jserve.model.mesh import n_parts
 from jserve.model.moe_specs import check_has_experts
+from jserve.model.native import HOPPER, chosen
 from jserve.model.quant import bytes_by_form, form_name, n_bytes
 from jserve.model.rope import for_context
 from jserve.runner import selftest
@@ -88,6 +90,7 @@ def runner_of(
     device = mesh.devices.flat[0]
     parts = n_parts(rules.split("ffn_expert", mesh.shape), mesh.shape)
     config = with_attention(config, arch, dtype, device, speculation, parts)
+    config = with_products(config, params, dtype, device)
     on = "" if rules.auto else config.device.attention_backend
     if device.platform != "cpu" and (reason := loop_over_experts(on, arch, dtype, scheme, parts)):
         log.warning("experts: larger steps run a loop over them and no kernel: %s", reason)
@@ -158,6 +161,21 @@ def with_attention(
         log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
     options = dataclasses.replace(config.device, attention_backend=name)
     return dataclasses.replace(config, device=options)
+
+
+def with_products(config: EngineConfig, params: Any, dtype: Any, device: Any) -> EngineConfig:
+    """``config`` with XLA's products where ``auto`` means the kernel for quantised weights on ``device`` and that fails
+    when it is tried."""
+    forms = forms_for_hopper(params)
+    asked, capability = config.device.kernels, getattr(device, "compute_capability", "")
+    level, _ = chosen(asked, device.platform, dtype, capability, quantised=bool(forms))
+    if asked != "auto" or level != HOPPER:
+        return config
+    fault = selftest.fault(selftest.command_of_products(forms))
+    if not fault:
+        return config
+    log.warning("few rows by quantised weights: XLA's products, not quant_matmul: %s", fault)
+    return dataclasses.replace(config, device=dataclasses.replace(config.device, kernels="xla"))
 
 
 def _experts(arch: Arch, parts: int) -> tuple[int, int] | None:

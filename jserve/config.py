@@ -315,8 +315,9 @@ class DeviceOptions:
     )
     kernels: str = opt(
         "auto",
-        "who multiplies bfloat16 on a CPU: XLA, the native kernels, or these where there are any",
-        choices=("auto", "xla", "native"),
+        "who multiplies: XLA; the native kernels, bfloat16 on a CPU; hopper, few rows by weights in groups on an H100"
+        " or H200; or these where there are any",
+        choices=("auto", "xla", "native", "hopper"),
     )
     cuda_graphs: str = opt(
         "step",

@@ -4,5 +4,4 @@ A kernel moves to ``pallas_kernels`` once it is right on a device and takes less
 shape of ``bench.gpu_candidates``; one that does not is deleted. Evidence so far, from compiled code:
 
 * ``sample_threshold``: not timed; 5 kernels for XLA's 35 to 41, none of which sorts the vocabulary any more.
-* ``quant_matmul``: not timed; checkpoints of 4 bits are served by XLA's products meanwhile.
 """

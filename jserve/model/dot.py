@@ -1,7 +1,8 @@
 """The products of every layer, and the one place that chooses who computes them.
 
 On a CPU the native kernels take products of few rows with bfloat16 and with quantised weights (``native.takes``,
-``native_quant.takes``); other quantised ones are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at
+``native_quant.takes``), on Hopper a kernel those of few rows with groups of weights (``quant_hopper.takes``); other
+quantised ones are in ``quant``; everything else is XLA's. XLA:CPU multiplies bfloat16 at
 full speed only if all of these hold (GPUs do not care), so no other file has to think of them:
 
 * weights are stored ``[out, in]`` and contracted over the last dimension of both operands;
@@ -12,7 +13,7 @@ full speed only if all of these hold (GPUs do not care), so no other file has to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jserve.model import native, native_quant, quant
+from jserve.model import native, native_quant, quant, quant_hopper
 from jserve.model.arch import Clamped
 
 Weight = jax.Array | quant.QTensor
@@ -81,35 +82,56 @@ def narrow_dot(x_TD: jax.Array, w_ND: Weight) -> jax.Array:
     )
 
 
-NATIVE = "native"
+NATIVE, HOPPER = "native", "quant_matmul"
+"""The paths of the kernels for CPUs and for Hopper; those of XLA are the ways of ``quant.product``."""
+EXPERTS = "expert_"
+"""The beginning of the names of matrices that ``moe`` multiplies."""
+PRODUCTS = {NATIVE: native_quant.product, HOPPER: quant_hopper.product}
 
 
-def path_of(form: quant.Form, level: str, n: int) -> str:
-    """The path of ``n`` rows with a matrix in this form: the native kernels of ``level`` (empty: there are none),
-    or a way of ``quant.product``."""
-    return NATIVE if native_quant.takes(form, level, n) else quant.way_of(form, n)
+def path_of(form: quant.Form, level: str, n: int, shape: Sequence[int]) -> str:
+    """The path of ``n`` rows with a matrix of ``shape`` in this form: the kernels of ``level`` (empty: there are
+    none), or a way of ``quant.product``."""
+    if native_quant.takes(form, level, n):
+        return NATIVE
+    if quant_hopper.takes(form, level, n, shape):
+        return HOPPER
+    return quant.way_of(form, n)
+
+
+def forms_for_hopper(tree: Any) -> tuple[quant.Form, ...]:
+    """The forms in a tree of parameters, or of their specs, whose products of few rows the kernel for Hopper takes."""
+    forms = (leaf.form for leaf, experts in _matrices(tree) if not experts)
+    return tuple(dict.fromkeys(filter(quant_hopper.reads, forms)))
 
 
 def paths(tree: Any, level: str, rows: Iterable[int]) -> dict[str, dict[str, list[int]]]:
     """Name of a form -> path of its products -> the least and the most of ``rows`` that take it, for the matrices of a
-    tree of parameters or of their specs. Several paths where forms of one name differ."""
-    leaves = quant.quantised_leaves(tree)
-    forms = {leaf.form for leaf in leaves if isinstance(leaf, quant.QTensor)}
+    tree of parameters or of their specs. Several paths where forms of one name differ, or shapes."""
+    cases = {(leaf.form, leaf.shape, experts) for leaf, experts in _matrices(tree)}
     found: dict[str, dict[str, list[int]]] = {}
-    for form, n in itertools.product(sorted(forms, key=repr), sorted(rows)):
-        path, of_form = path_of(form, level, n), found.setdefault(form.name, {})
+    for (form, shape, experts), n in itertools.product(sorted(cases, key=repr), sorted(rows)):
+        path = path_of(form, "" if experts and level == native.HOPPER else level, n, shape)
+        of_form = found.setdefault(form.name, {})
         least, most = of_form.get(path, (n, n))
         of_form[path] = [min(least, n), max(most, n)]
     return dict(sorted(found.items()))
+
+
+def _matrices(tree: Any) -> Iterator[tuple[quant.QTensor, bool]]:
+    """Each quantised matrix, and whether it is of experts."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, quant.QTensor))
+    for path, leaf in leaves:
+        if isinstance(leaf, quant.QTensor):
+            yield leaf, any(str(getattr(key, "key", "")).startswith(EXPERTS) for key in path)
 
 
 def product_as(x_TD: jax.Array, w_ND: Weight, dtype: Any) -> jax.Array:
     """``dot`` with a result of ``dtype``."""
     w_ND = w_ND.reshape(-1, w_ND.shape[-1])
     if isinstance(w_ND, quant.QTensor):
-        native_too = path_of(w_ND.form, native.kernels.value, x_TD.shape[0]) == NATIVE
-        multiply = native_quant.product if native_too else quant.product
-        return multiply(x_TD, w_ND).astype(dtype)
+        path = path_of(w_ND.form, native.kernels.value, x_TD.shape[0], w_ND.shape)
+        return PRODUCTS.get(path, quant.product)(x_TD, w_ND).astype(dtype)
     if dtype == jnp.float32 and native.takes(x_TD, w_ND):
         return native.product(x_TD, w_ND)
     T = x_TD.shape[0]
@@ -155,7 +177,7 @@ def gate_up(
     """``activated`` of gate and up as float32[T, F]; these are ``dot(x_TD, w_2FD) + bias_2F``."""
     if bias_2F is None and activation == "silu":
         if isinstance(w_2FD, quant.QTensor):
-            path = path_of(w_2FD.form, native.kernels.value, x_TD.shape[0])
+            path = path_of(w_2FD.form, native.kernels.value, x_TD.shape[0], w_2FD.shape)
             if path == NATIVE and native_quant.fuses(w_2FD):
                 return native_quant.gate_up(x_TD, w_2FD)
         elif native.takes(x_TD, w_2FD):
@@ -177,4 +199,5 @@ def activated(activation: str | Clamped, gate: jax.Array, up: jax.Array) -> jax.
 
 def skip_unread(x_TD: jax.Array, read_T: jax.Array) -> jax.Array:
     """``x_TD`` with zeros in the rows that nobody reads, where the products in use skip such rows."""
-    return jnp.where(read_T[:, None], x_TD, 0.0) if native.kernels.value else x_TD
+    skips = native.kernels.value not in ("", native.HOPPER)
+    return jnp.where(read_T[:, None], x_TD, 0.0) if skips else x_TD

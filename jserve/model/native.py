@@ -5,6 +5,8 @@ rows each level beats XLA's own product. Kernels are chosen while a step is trac
 
     with kernels("avx512_bf16"):  # "" : everything is XLA's
         y_TN = dot(x_TD, w_ND)
+
+``HOPPER`` is a level, too: the kernel for quantised weights on GPUs (``quant_hopper``).
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.errors import ConfigError
+from jserve.model.attention import unserved
 from jserve.native.library import HANDLERS, LEVELS, NoLibrary, installed
 
 kernels = jax.make_user_context("")
 """A context manager that takes the level of the kernels in use. Functions that were traced at another level are
 traced again."""
 
-MOST_ROWS = {"plain": 0, "avx2": 4096, "avx512f": 8, "avx512_bf16": 4096}
+HOPPER = "hopper"
+MOST_ROWS = {HOPPER: 0, "plain": 0, "avx2": 4096, "avx512f": 8, "avx512_bf16": 4096}
 """Rows of a product up to which each level beats XLA."""
 
 
@@ -48,18 +52,39 @@ def available(platform: str, dtype: Any, *, level: str = "") -> tuple[str, str]:
     return (best, "") if MOST_ROWS[best] else ("", f"level {best} is slower than XLA")
 
 
-def chosen(asked: str, platform: str, dtype: Any) -> tuple[str, str]:
-    """``available`` for option ``kernels``.
+def chosen(
+    asked: str, platform: str, dtype: Any, capability: str = "", *, quantised: bool = False
+) -> tuple[str, str]:
+    """(level of the kernels for option ``kernels``, why there is none), one of them empty.
+
+    Args:
+        platform, dtype: as of ``available``.
+        capability: compute capability of a GPU.
+        quantised: the model has weights that the kernel for Hopper takes.
 
     Raises:
-        ConfigError: ``native`` where there are none; ``field`` is the option.
+        ConfigError: ``native`` or ``hopper`` where there are none; ``field`` is the option.
     """
     if asked == "xla":
         return "", "asked for"
-    level, reason = available(platform, dtype)
-    if asked == "native" and not level:
-        raise ConfigError(f"kernels native: {reason}", field="kernels")
+    on_gpu = asked == HOPPER or (asked == "auto" and platform != "cpu")
+    if on_gpu:
+        level, reason = _hopper(platform, capability, quantised=quantised)
+    else:
+        level, reason = available(platform, dtype)
+    if asked in ("native", HOPPER) and not level:
+        raise ConfigError(f"kernels {asked}: {reason}", field="kernels")
     return level, reason
+
+
+def _hopper(platform: str, capability: str, *, quantised: bool) -> tuple[str, str]:
+    """As ``chosen``."""
+    if platform == "cpu":
+        return "", "they are for GPUs, the devices are cpu"
+    reason = unserved(capability)
+    if not reason and not quantised:
+        reason = "no weights are in groups in a model in bfloat16"
+    return ("", reason) if reason else (HOPPER, "")
 
 
 @cache

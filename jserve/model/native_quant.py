@@ -16,6 +16,8 @@ FOUR_BIT_ROWS = 64
 
 def takes(form: Form, level: str, n: int) -> bool:
     """True if the kernels of ``level`` (empty: none) multiply ``n`` rows with a matrix in this form."""
+    if level == native.HOPPER:
+        return False
     few = native.takes_rows(level, n)
     few = few or (form.kind in HALF_BYTES and bool(level) and n <= FOUR_BIT_ROWS)
     return _reads(form) and few and jnp.dtype(form.dtype) == jnp.bfloat16

@@ -254,19 +254,19 @@ def product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
     if way_of(form, x_TD.shape[0]) == WIDENED:
         return _multiply(x_TD.astype(w_ND.dtype), _widened(w_ND))
     x_TD = x_TD.astype(w_ND.dtype)
-    x_TBG, q_NBG = _blocks(x_TD, form), _blocks(integers(w_ND), form)
+    x_TBG, q_NBG = blocks(x_TD, form), blocks(integers(w_ND), form)
     y_TN = _scaled(_block_sums(x_TBG, q_NBG.astype(w_ND.dtype)), w_ND.scale)
-    return y_TN - _of_zeros(x_TBG, w_ND)
+    return y_TN - of_offsets(x_TBG, w_ND)
 
 
 def _rounded_product(x_TD: jax.Array, w_ND: QTensor) -> jax.Array:
     form, T = w_ND.form, x_TD.shape[0]
-    x_TBG, scale_TB = rounded(_blocks(x_TD, form), form, w_ND.input_scale)
+    x_TBG, scale_TB = rounded(blocks(x_TD, form), form, w_ND.input_scale)
     spare = max(0, MIN_ROWS[form.kind] - T)
     padded_TBG = jnp.pad(x_TBG, ((0, spare), (0, 0), (0, 0)))
-    sums_BTN = _block_sums(padded_TBG, _blocks(integers(w_ND), form))[:, :T]
+    sums_BTN = _block_sums(padded_TBG, blocks(integers(w_ND), form))[:, :T]
     y_TN = _scaled(sums_BTN * scale_TB.T[..., None], w_ND.scale)
-    return y_TN - _of_zeros(x_TBG.astype(jnp.float32) * scale_TB[..., None], w_ND)
+    return y_TN - of_offsets(x_TBG.astype(jnp.float32) * scale_TB[..., None], w_ND)
 
 
 def rounded(
@@ -294,7 +294,8 @@ def rounded(
     return (jnp.round(x_TBG) if form.kind == "int8" else x_TBG).astype(KINDS[form.kind]), scale_TB
 
 
-def _blocks(x: jax.Array, form: Form) -> jax.Array:
+def blocks(x: jax.Array, form: Form) -> jax.Array:
+    """[..., groups, G]: the inputs of each scale."""
     *rows, D = x.shape
     return x.reshape(*rows, form.groups(D), -1)
 
@@ -314,7 +315,7 @@ def _scaled(sums_BTN: jax.Array, scale_NB: jax.Array) -> jax.Array:
     return jnp.sum(sums_BTN * scale_NB.T[:, None], axis=0)
 
 
-def _of_zeros(x_TBG: jax.Array, w_ND: QTensor) -> jax.Array | float:
+def of_offsets(x_TBG: jax.Array, w_ND: QTensor) -> jax.Array | float:
     """The part of a product that zeros or shifts take off."""
     if w_ND.zero is None and w_ND.shift is None:
         return 0.0

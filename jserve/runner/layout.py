@@ -74,7 +74,7 @@ def partitionable(config: EngineConfig, rules: Any, platform: str) -> EngineConf
         return config
     plain = platform == "cpu" or bool(config.speculative.model)
     attention = ("native", *KERNELS) if plain else ("hopper_fused", "dense_experts")
-    for name, kernels in (("kernels", ("native",)), ("attention_backend", attention)):
+    for name, kernels in (("kernels", ("native", "hopper")), ("attention_backend", attention)):
         if (asked := getattr(device, name)) in kernels:
             why = f"{name} {asked}: XLA's partitioner (sharding.mode auto) cannot cut these kernels"
             raise ConfigError(why, field=name)

@@ -26,7 +26,7 @@ from jserve.errors import ConfigError, WeightsError
 from jserve.faults import point
 from jserve.model import decoder, feature_states
 from jserve.model.arch import Arch
-from jserve.model.dot import paths
+from jserve.model.dot import forms_for_hopper, paths
 from jserve.model.family import Family
 from jserve.model.native import chosen
 from jserve.model.param_spec import dtype_of
@@ -125,13 +125,20 @@ class ModelRunner:
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
         check_experts(config.device, family, arch, rules)
         dtype = dtype_of(params, family.specs(arch, tp))
-        kernels, self._no_kernels = chosen(config.device.kernels, device.platform, dtype)
+        capability = getattr(device, "compute_capability", "")
+        kernels, self._no_kernels = chosen(
+            config.device.kernels,
+            device.platform,
+            dtype,
+            capability,
+            quantised=bool(forms_for_hopper(params)),
+        )
         self.sizes = sizes_of(
             arch,
             config,
             dtype=dtype,
             platform=device.platform,
-            capability=getattr(device, "compute_capability", ""),
+            capability=capability,
             tp=tp,
             weight_bytes=_bytes_of_one_device(self._all_params()),
             memory=DeviceMemory.of(device),

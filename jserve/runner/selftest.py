@@ -1,13 +1,14 @@
-"""Runs attention kernels on this machine's device before an engine relies on them.
+"""Runs kernels on this machine's device before an engine relies on them.
 
-A decode step and a chunk run beside ``ref``, and the experts of a mixture beside XLA's loop, in a child process with
-a time limit: a kernel that is wrong gives numbers, one whose barriers do not match waits for ever, and a refused copy
-descriptor aborts the process. The parent may hold its share of the device already: the child takes what it needs and
-no more.
+A decode step and a chunk run beside ``ref``, the experts of a mixture beside XLA's loop, and products with quantised
+weights beside XLA's, in a child process with a time limit: a kernel that is wrong gives numbers, one whose barriers do
+not match waits for ever, and a refused copy descriptor aborts the process. The parent may hold its share of the device
+already: the child takes what it needs and no more.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,13 @@ LatentSizes = tuple[int, int, int, int]
 def command(*case: Any) -> list[str]:
     """The command of a child that runs ``differs`` with these arguments."""
     return [sys.executable, "-c", f"from jserve.runner.selftest import main; main{case!r}"]
+
+
+def command_of_products(forms: Sequence[Any]) -> list[str]:
+    """The command of a child that runs ``products_differ`` with these forms."""
+    cases = [dataclasses.asdict(dataclasses.replace(form, made_as=None)) for form in forms]
+    called = f"from jserve.runner.selftest import main_of_products; main_of_products({cases!r})"
+    return [sys.executable, "-c", called]
 
 
 def fault(command: Sequence[str], *, limit_s: float = LIMIT_S) -> str:
@@ -229,9 +237,74 @@ def _experts(name: str, platform: str, D: int, F: int):
     return np.asarray(one(p, x_TD, expert_TX.astype(np.int32), weight_TX))
 
 
+PRODUCT_ROWS = (1, 16, 40)
+"""Rows of the products that are tried: a tuning of the kernel for few, and one for more."""
+
+
+def products_differ(forms: Sequence[Any]) -> str:
+    """Run products with matrices in these forms by the kernel for few rows, in this process; returns those that differ
+    from XLA's, and by how much. Matrices are random, of an odd number of rows."""
+    import jax
+    import numpy as np
+
+    from jserve.model import quant, quant_hopper
+
+    found = []
+    for form in forms:
+        w = _random_matrix(form)
+        for T in PRODUCT_ROWS:
+            x_TD = np.random.default_rng(T).standard_normal((T, w.shape[1])).astype(np.float32)
+            want, got = (
+                np.asarray(jax.jit(one)(x_TD, w)) for one in (quant.product, quant_hopper.product)
+            )
+            apart = float(np.abs(want - got).max() / np.abs(want).max())
+            if not apart < APART:
+                case = f"{form.name} in groups of {form.group}, {T} rows"
+                found.append(
+                    f"{case} differs from XLA's product by {apart:.3g} of its largest number"
+                )
+    return ", ".join(found)
+
+
+def _random_matrix(form: Any) -> Any:
+    """A matrix of four groups, at least 512 inputs, or of one of 512."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jserve.model.quant import HALF_BYTES, KINDS, QTensor
+
+    rng, N, D = np.random.default_rng(3), 200, max(4 * form.group, 512)
+    shape = (N, form.groups(D))
+    if form.kind == "e4m3":
+        q = jnp.asarray(rng.standard_normal((N, D)), KINDS["e4m3"])
+    else:
+        low, high = (0, 256) if form.kind in HALF_BYTES else (-127, 128)
+        q = jnp.asarray(rng.integers(low, high, (N, form.stored(D))), KINDS[form.kind])
+    scale, shift = (jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32) for _ in range(2))
+    return QTensor(
+        q=q,
+        scale=scale,
+        zero=jnp.asarray(rng.integers(-7, 8, shape), jnp.int8) if form.zeros else None,
+        form=form,
+        shift=shift if form.shifts else None,
+        order=jnp.asarray(rng.permutation(D)[None], jnp.int32) if form.ordered else None,
+        input_scale=jnp.asarray([0.05], jnp.float32) if form.static else None,
+    )
+
+
 def main(*case: Any) -> None:
     """The child's side, with arguments of ``command``: exits with 0, or with ``WRONG`` and what differs on stderr."""
-    found = differs(*case)
+    _end_with(differs(*case))
+
+
+def main_of_products(cases: Sequence[dict[str, Any]]) -> None:
+    """The same, with those of ``command_of_products``."""
+    from jserve.model.quant import Form
+
+    _end_with(products_differ([Form(**case) for case in cases]))
+
+
+def _end_with(found: str) -> None:
     if found:
         print(found, file=sys.stderr)
     sys.exit(WRONG if found else 0)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from jserve.config import DEVICE_SHARE, EngineConfig
 from jserve.errors import ConfigError
 from jserve.model import decoder
+from jserve.model.dot import forms_for_hopper
 from jserve.model.mesh import abstract_mesh
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.native import chosen
@@ -80,7 +81,7 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         memory=_memory(chip, weights),
         speculation=speculation,
         penalises=model.penalises,
-        kernels=chosen(config.device.kernels, platform, model.dtype)[0],
+        kernels=_kernels(model, config, platform, chip.capability),
         shared_pass=model.family.forward is decoder.forward,
     )
     return Layout(
@@ -91,6 +92,13 @@ def lay_out(model: Model, config: EngineConfig, chip: Chip) -> Layout:
         speculation=speculation,
         draft_weight_bytes=drafter,
     )
+
+
+def _kernels(model: Model, config: EngineConfig, platform: str, capability: str) -> str:
+    """Level of the kernels of products."""
+    quantised = bool(forms_for_hopper(model.family.specs(model.arch, 1)))
+    asked = config.device.kernels
+    return chosen(asked, platform, model.dtype, capability, quantised=quantised)[0]
 
 
 def mesh_of_options(config: EngineConfig) -> tuple[AbstractMesh, ShardRules]:

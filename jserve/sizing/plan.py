@@ -127,7 +127,7 @@ class Plan:
     """Bytes of the weights in each form; what is not quantised has the name of its type."""
     paths: dict[str, dict[str, list[int]]]
     """The paths of products with matrices in each quantised form, by the least and the most tokens of the programs that
-    take them: native kernels, or XLA's products (``jserve.model.dot.path_of``)."""
+    take them: native kernels, ``quant_matmul``, or XLA's products (``jserve.model.dot.path_of``)."""
     active_bytes_total: int
     """Of the active parameters."""
     device: str

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from jax.extend.core import jaxprs_in_params
 
 from jserve.model import native
-from jserve.model.dot import dot, gate_up, path_of, paths
+from jserve.model.dot import dot, forms_for_hopper, gate_up, path_of, paths
 from jserve.model.quant import HALF_BYTES, LARGEST, Form, QTensor, integers, rounded, widened
 from jserve.weights.quant.matrix import packed
 
@@ -157,7 +157,7 @@ def test_the_path_that_is_named_is_the_one_taken(name: str):
         named = paths({"w": w}, "avx512f", (1, 8, 9, 16, 17, 64, 65))[w.form.name]
         for level in ("", "avx512f", "avx512_bf16"):
             for T in (1, 8, 9, 16, 17, 64, 65):
-                path = path_of(w.form, level, T)
+                path = path_of(w.form, level, T, w.shape)
                 assert path == traced_path(w, T, level), (dtype, level, T)
                 if level == "avx512f":
                     least, most = named[path]
@@ -177,6 +177,37 @@ def test_paths_are_named_by_form_and_tokens():
     }
     assert paths(tree, "avx512_bf16", (2, 32, 512))["int4"] == {"native": [2, 512]}
     assert paths({"b": jnp.zeros(3)}, "", (2,)) == {}
+
+
+def test_paths_on_hopper():
+    """The kernel takes few rows by groups, XLA the rest: other forms, more rows, matrices that are not whole tiles."""
+    four = replace(FORMS["int4"], dtype="bfloat16")
+    large, experts = (matrix_of(four, shape) for shape in ((256, 512), (2, 128, 512)))
+    assert paths({"w": large}, "hopper", (1, 64, 65, 512)) == {
+        "int4": {"quant_matmul": [1, 64], "xla-widened": [65, 512]}
+    }
+    assert paths({"expert_down": experts}, "hopper", (1, 64)) == {
+        "int4": {"xla-blocks": [1, 1], "xla-widened": [64, 64]}
+    }
+    small = matrix_of(four, (32, 512))
+    assert paths({"w": large, "x": small}, "hopper", (2,)) == {
+        "int4": {"quant_matmul": [2, 2], "xla-blocks": [2, 2]}
+    }
+    for name, form in FORMS.items():
+        form = replace(form, dtype="bfloat16")
+        taken = path_of(form, "hopper", 2, (256, 512)) == "quant_matmul"
+        assert taken == (bool(form.group) or form.kind in HALF_BYTES), name
+        assert path_of(replace(form, dtype="float32"), "hopper", 2, (256, 512)) != "quant_matmul"
+    assert forms_for_hopper({"w": large, "expert_down": experts}) == (four,)
+    assert forms_for_hopper({"expert_down": experts, "b": jnp.zeros(3)}) == ()
+
+
+def matrix_of(form: Form, shape: tuple[int, ...]) -> QTensor:
+    """A matrix of which only shapes are looked at."""
+    *rows, n = shape
+    q, scale = ((*rows, k) for k in (form.stored(n), form.groups(n)))
+    of = jax.ShapeDtypeStruct
+    return QTensor(of(q, jnp.uint8), of(scale, jnp.float32), None, form)
 
 
 def test_packed_numbers_are_read_in_their_order():

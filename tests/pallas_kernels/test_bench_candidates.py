@@ -37,7 +37,7 @@ def test_what_the_report_shows() -> None:
 
 def test_every_served_model_is_in_every_contest() -> None:
     shapes = {}
-    for some in g.CONTESTS:
+    for some in (*g.CONTESTS, g.products):
         for c in some(False):
             shapes.setdefault(c.kernel, []).append(c.shape)
     assert {k: len(v) == len(set(v)) for k, v in shapes.items()} == dict.fromkeys(shapes, True)
@@ -100,7 +100,7 @@ def test_ways_of_xla_agree_with_the_kernels() -> None:
     c = contest(g.products)
     args = c.inputs(SEED)
     want = g.REFERENCES["quant_matmul"](*args)
-    for call in c.by_xla.values():
+    for call in (*c.by_xla.values(), c.ours):
         assert g.relative(jax.jit(call)(*args), want) < 1e-2
     c = contest(g.sampling)
     args = c.inputs(SEED)

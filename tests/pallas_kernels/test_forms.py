@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bench import forms
+from jserve.model.native import HOPPER
 from jserve.model.quant import Form
 
 pytestmark = [pytest.mark.usefixtures("h200"), pytest.mark.slow]
 MODEL = "llama-3.2-1b"
 
 
-def line(name: str, rows: int) -> dict:
-    [found] = forms.lines(MODEL, [name], [rows])
+def line(name: str, rows: int, level: str = HOPPER) -> dict:
+    [found] = forms.lines(MODEL, [name], [rows], level)
     return found
 
 
@@ -27,12 +28,21 @@ def test_numbers_of_one_scale_a_row_are_read_once(name: str) -> None:
 
 
 def test_the_figures_see_a_matrix_that_is_written_out() -> None:
-    """Groups at 64 rows: gate and up in bfloat16."""
-    found = line("int4 g128", 64)
+    """Groups at 64 rows without the kernel: gate and up in bfloat16."""
+    found = line("int4 g128", 64, "")
     assert not found["met"]
     assert found["path"] == "xla-widened"
     assert found["weights_mb"] >= 2 * 8192 * 2048 * 2 / 1e6
     assert forms.shown(found).count("!") == 1
+
+
+@pytest.mark.parametrize("name", ["int4 g128", "uint4 shifts g32", "fp8 blocks"])
+def test_the_kernel_reads_groups_once(name: str) -> None:
+    found = line(name, 16)
+    assert found["path"] == "quant_matmul"
+    assert found["launches"] == 1
+    assert found["weights_mb"] == 0
+    assert 1 <= found["moved"] <= 1.15
 
 
 def test_goals_are_those_of_their_forms() -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ from jserve import build_runner
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.kv_layout import KV_FORMS
-from jserve.model import attention
+from jserve.model import attention, native
 from jserve.model.arch import Arch, Moe, Router, resized as with_heads
 from jserve.model.families import family_for
+from jserve.model.quant import Form, QTensor
 from jserve.runner import selftest, sizes
 from jserve.runner.sizes import attention_name
 from tests.model.published import V2_LITE, resized
@@ -280,3 +283,87 @@ def test_a_loop_over_experts_has_a_reason(
 def test_a_dtype_that_the_kernel_lacks_is_a_reason() -> None:
     arch = replace(ARCH, D=256, layers=tuple(replace(x, ffn=MOE) for x in ARCH.layers))
     assert "float32" in build_runner.loop_over_experts("hopper", arch, jnp.dtype(jnp.float32))
+
+
+FOUR = Form(kind="int4", group=128)
+
+
+def matrix(form: Form) -> dict[str, Any]:
+    """Parameters of which only shapes are looked at."""
+    of = jax.ShapeDtypeStruct
+    q, scale = (
+        of((256, form.stored(512)), jnp.uint8),
+        of((256, form.groups(512)), jnp.float32),
+    )
+    return {"w": QTensor(q, scale, None, form)}
+
+
+def products(monkeypatch: pytest.MonkeyPatch, code: str, params: Any, **options: Any) -> str:
+    """Option ``kernels`` of an engine with these weights on an H200."""
+    monkeypatch.setattr(selftest, "command_of_products", lambda forms: child(code))
+    config = EngineConfig.of(**options)
+    return build_runner.with_products(config, params, BF16, H200).device.kernels
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_products_that_pass_are_served(monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    assert products(monkeypatch, "", matrix(FOUR)) == "auto"
+    level, reason = native.chosen("auto", "gpu", BF16, "9.0", quantised=True)
+    assert (level, reason) == ("hopper", "")
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_products_that_fail_are_xlas_and_one_line_says_why(monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    assert products(monkeypatch, "raise SystemExit('int4 differs')", matrix(FOUR)) == "xla"
+    (line,) = caplog.messages
+    assert "XLA's products, not quant_matmul: the test ended with code 1: int4 differs" in line
+
+
+@pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        (matrix(FOUR), {"kernels": "hopper"}),
+        (matrix(FOUR), {"kernels": "xla"}),
+        (matrix(Form(kind="int8")), {}),
+        (matrix(replace(FOUR, dtype="float32")), {}),
+        ({"expert_down": matrix(FOUR)["w"]}, {}),
+    ],
+)
+def test_products_are_tried_only_where_auto_means_them(monkeypatch, params, options) -> None:
+    found = products(monkeypatch, "raise SystemExit(1)", params, **options)
+    assert found == options.get("kernels", "auto")
+
+
+@pytest.mark.usefixtures("new_jax")
+def test_why_there_is_no_kernel_of_products(monkeypatch) -> None:
+    chosen = partial(native.chosen, "auto", "gpu", BF16)
+    assert "groups" in chosen("9.0")[1]
+    assert "compute capability 9.0" in chosen("8.0", quantised=True)[1]
+    for asked, platform, capability, why in (
+        ("hopper", "cpu", "", "for GPUs"),
+        ("hopper", "gpu", "8.0", "compute capability"),
+        ("native", "gpu", "9.0", "for CPUs"),
+    ):
+        with pytest.raises(ConfigError, match=f"kernels {asked}: .*{why}") as e:
+            native.chosen(asked, platform, BF16, capability, quantised=True)
+        assert e.value.field == "kernels"
+
+
+def test_a_child_of_products_gets_the_forms(monkeypatch) -> None:
+    """With its real command; XLA's product in the place of the kernel."""
+    form = replace(FOUR, zeros=True, made_as=FOUR)
+    code = selftest.command_of_products([form])[2]
+    patch = (
+        "from jserve.model import quant, quant_hopper; quant_hopper.product = {};"
+        "from jserve.runner import selftest; selftest.PRODUCT_ROWS = (1,);"
+    )
+    assert selftest.fault(child(patch.format("quant.product") + code)) == ""
+    wrong = patch.format("lambda x, w: 1.1 * quant.product(x, w)")
+    assert "int4 in groups of 128, 1 rows differs" in selftest.fault(child(wrong + code))

@@ -6,13 +6,16 @@ import io
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
 from jserve.config import EngineConfig
+from jserve.errors import ConfigError
 from jserve.sizing import plan as sizing, show
 from tests.weights.test_weights_quant import CONFIG, FORMATS
 
+OLD = jax.__version_info__ < (0, 11)
 D, F, KV, L, V = 4096, 14336, 1024, 32, 128256
 MATRICES = L * (D * (D + 2 * KV) + D * D + 3 * D * F)
 """Numbers of the matrices of Llama-3.1-8B's layers, and their rows."""
@@ -46,7 +49,7 @@ def test_bytes_of_each_form_and_of_what_stayed_wide(asked: str) -> None:
 
 
 def test_paths_are_said_by_form_and_tokens() -> None:
-    four = planned(quantization="int4")
+    four = planned(quantization="int4", kernels="xla")
     (few, many), of_four = ("xla-blocks", "xla-widened"), four.paths["int4"]
     assert list(four.paths) == ["int4"]
     assert of_four[few][1] <= 16 < of_four[many][0] < of_four[many][1]
@@ -59,6 +62,24 @@ def test_paths_are_said_by_form_and_tokens() -> None:
     assert f"xla-blocks ({of_four[few][0]} to {of_four[few][1]} tokens)" in text
     assert "bfloat16 2.10" in text
     assert json.loads(show.as_json(four))["paths"] == four.paths
+
+
+@pytest.mark.skipif(OLD, reason="the kernel needs jax 0.11")
+def test_hopper_has_a_kernel_for_few_rows() -> None:
+    found = planned(quantization="int4").paths["int4"]
+    assert list(found) == ["quant_matmul", "xla-widened"]
+    assert found["quant_matmul"][1] <= 64 < found["xla-widened"][0]
+    assert "quant_matmul (" in text_of(planned(quantization="int4"))
+    assert set(planned(device="b200", quantization="int4").paths["int4"]) == {
+        "xla-blocks",
+        "xla-widened",
+    }
+
+
+def test_a_kernel_that_the_device_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kernels hopper: they are for GPUs") as e:
+        planned(device="cpu", quantization="int4", kernels="hopper")
+    assert e.value.field == "kernels"
 
 
 def test_a_model_that_is_not_quantised_has_none() -> None:

@@ -233,8 +233,9 @@ class EngineCollector(Collector):
         """The paths of products with matrices in each quantised form."""
         family = GaugeMetricFamily(
             "jserve:weight_form_path",
-            "The most tokens of a program whose products with matrices in a quantised form take a path: native kernels"
-            " or XLA's products, of numbers as they are (xla), of groups (xla-blocks) or of a widened matrix.",
+            "The most tokens of a program whose products with matrices in a quantised form take a path: native kernels,"
+            " the kernel for GPUs (quant_matmul), or XLA's products, of numbers as they are (xla), of groups"
+            " (xla-blocks) or of a widened matrix.",
             labels=["model_name", "form", "path"],
         )
         for form, taken in self._engine.info.get("paths", {}).items():
