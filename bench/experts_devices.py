@@ -84,11 +84,11 @@ class Way:
             "expert_gate_up": rules.partition(("experts", "ffn_expert", "embed")),
             "expert_down": rules.partition(("experts", "embed", "ffn_expert")),
         }
-        w = np.asarray(drawn((2 * MOE.E, MOE.F, D), 2)).reshape(MOE.E, 2, MOE.F, D)[order]
+        w = np.asarray(drawn((2 * MOE.E, MOE.F, D), 2, None)).reshape(MOE.E, 2, MOE.F, D)[order]
         self.params = jax.device_put(
             {
                 "expert_gate_up": w.reshape(-1, MOE.F, D),
-                "expert_down": np.asarray(drawn((MOE.E, D, MOE.F), 3))[order],
+                "expert_down": np.asarray(drawn((MOE.E, D, MOE.F), 3, None))[order],
             },
             {name: jax.sharding.NamedSharding(mesh, spec) for name, spec in specs.items()},
         )

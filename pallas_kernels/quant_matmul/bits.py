@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
 
 from pallas_kernels.flash import WGMMA
 
@@ -169,7 +170,7 @@ def _seen_as(registers: np.ndarray, dtype: Any, layout: Any) -> Any:
     found = np.empty_like(registers)
     whole = jnp.issubdtype(dtype, jnp.integer)
     kind = mgpu.utils.dtype_to_ir_type(dtype)
-    vector = mgpu.utils.ir.VectorType.get((4 // jnp.dtype(dtype).itemsize,), kind)
+    vector = ir.VectorType.get((4 // jnp.dtype(dtype).itemsize,), kind)
     for at, register in np.ndenumerate(registers):
         found[at] = mgpu.utils.bitcast(register, vector)
     signed = False if whole else None
