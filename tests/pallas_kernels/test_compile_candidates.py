@@ -102,7 +102,7 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
     ("form", "register_w"),
     [
         ("int4 zeros g128", True),
-        *(pytest.param(form, True, marks=pytest.mark.slow) for form in FORMS),
+        *(pytest.param(x, True, marks=pytest.mark.slow) for x in FORMS if x != "int4 zeros g128"),
         pytest.param("int4 zeros g128", False, marks=pytest.mark.slow),
     ],
 )
@@ -114,7 +114,7 @@ def test_weights_are_read_as_they_are_stored(form: str, register_w: bool) -> Non
     assert report.narrow_reads == 0
     splits, N, D, M = 4, 4096, 14336, 16
     others = (2 * splits + 3) * N * M * 4 + 4 * M * D * 4
-    assert c.n_bytes <= report.module.moved("none") < c.n_bytes + others < 1.2 * c.n_bytes
+    assert c.n_bytes <= report.module.moved("none") < c.n_bytes + others < 1.25 * c.n_bytes
 
 
 @pytest.mark.slow
