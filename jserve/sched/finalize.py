@@ -99,7 +99,7 @@ class Finalizer:
             if n_ok != most:
                 roll_back(seq, most - n_ok)
             if drafts:
-                self.speculation.drawn(row, r, seq, n_ok)
+                self.speculation.drawn(row, seq, n_ok)
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             n, lease = len(seq.tokens), seq.lease
