@@ -74,7 +74,7 @@ class SpeculationController:
         self.hysteresis = Hysteresis(self._ks[1] if self.on else 0)
         self._of: dict[Sequence, Acceptance] = {}
         self._read_left = 0
-        """Tokens that the proposer may still read during this commit."""
+        """Tokens that the proposer may still read in this commit."""
         self._fixed: int | None = None
 
     def fix(self, k: int | None) -> None:
@@ -132,9 +132,7 @@ class SpeculationController:
         self._read_left = READ_PER_STEP
 
     def drawn(self, row: RowPlan, seq: Sequence, n_ok: int) -> None:
-        """``row``, of ``seq``, drew ``n_ok`` tokens, which ``seq`` does not have yet."""
-        if not row.from_slot:
-            return
+        """``row``, which reads the slot of ``seq``, drew ``n_ok`` tokens; ``seq`` does not have them yet."""
         source = GRAMMAR if self._forced(seq) else self._name
         n, accepted = self._depths[len(row.drafts)], max(0, n_ok - 1)
         self.tally.row(source, seq.request.lane, len(row.drafts), n, accepted, n_ok)
@@ -182,9 +180,8 @@ class SpeculationController:
         if (k := self._fixed) is None:
             k = self._best(rows, odds, load)
             if self._blind:
-                k = self.hysteresis.step(
-                    k, new=bool(load.entering) or not self.limits.drafts_from_kv
-                )
+                new = bool(load.entering) or not self.limits.drafts_from_kv
+                k = self.hysteresis.step(k, new=new)
         beside = load.entering or any([self.backfill.missing(seq) for seq in rows])
         if self.device and beside and self.limits.prefill_width:
             k = min(k, self.limits.prefill_width - 1)  # there are no wider programs beside prompts
