@@ -79,6 +79,13 @@ def test_no_row_pays_for_others():
     assert best(0.05, *rows) == 0
 
 
+def test_each_row_counts_by_its_own_acceptance():
+    """Of a copy and a text that drafts do not fit, 1.4 drafts stand; of two that are right half the time, 0.9."""
+    seconds = dict(zip(KS, (1.0, 2.1, 99.0, 99.0), strict=True)).__getitem__
+    for rows, k in (((0.95, 0.05), 3), ((0.5, 0.5), 0)):
+        assert best_k([Odds(a, 1.0) for a in rows], KS, range(16), seconds, 0.0) == k
+
+
 def test_of_a_tree_its_depth_counts():
     assert best(0.1, Odds(0.95, 1.0), depths=[min(n, 1) for n in range(16)]) == 3
     assert best(0.1, Odds(0.95, 1.0)) > 3
