@@ -117,8 +117,8 @@ class SpeculationController:
         self.gaps.planned(plan.id, behind)
         self.backfill.planned(plan, seqs)
         for row, seq in zip(plan.rows, seqs, strict=True):
-            if row.drafts and seq.guide is None and len(seqs) > 1:
-                self.hysteresis.seen()  # neighbours pay for each step of a probe
+            if row.drafts and seq.guide is None:
+                self.hysteresis.seen()
             if self.device and not row.backfill and seq.request.speculative:
                 # After a chunk that emits nothing this is wrong, but none of these is read then.
                 self._acceptance(seq).left = plan.n_draft
@@ -138,7 +138,6 @@ class SpeculationController:
         self.tally.row(source, seq.request.lane, len(row.drafts), n, accepted, n_ok)
         if n and self._blind and source == self._name and seq.finish is None:
             self._acceptance(seq).add(n, accepted)
-            self.hysteresis.seen()
 
     def took(self, seq: Sequence, tokens: Seq[int]) -> None:
         """``seq`` got ``tokens`` (none after a chunk of its prompt): look what drafts they prove."""

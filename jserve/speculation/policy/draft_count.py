@@ -21,10 +21,10 @@ MARGIN, WIDER = 1.05, 1.1
 """A k above 0 has to be better than none by the first factor, and than fewer drafts by the second: answers end."""
 HOLD = 16
 """Steps before drafting ends or begins again, over which the time that it takes to begin is spread."""
-PROBE_EVERY, PROBE_RARELY, PROBE_STEPS = 200, 1600, 16
+PROBE_EVERY, PROBE_RARELY, PROBE_STEPS = 100, 1600, 16
 """Steps without drafts after which some are tried beside the next prompt, to see what is accepted; twice as many after
-each such probe, up to the second number. A probe ends with the first step that verifies (of one row alone when that is
-back), or after PROBE_STEPS. If no prompt comes for twice the second number, drafting begins as if it paid."""
+each such probe, up to the second number. A probe ends with the first step that verifies, or after PROBE_STEPS. If no
+prompt comes for twice the second number, drafting begins as if it paid."""
 
 
 def widths(max_drafts: int) -> tuple[int, ...]:
@@ -93,5 +93,5 @@ class Hysteresis:
         return self.probe if self._left else 0
 
     def seen(self) -> None:
-        """A step that shows what is accepted is planned, or back."""
+        """A step that shows what is accepted is planned."""
         self._left = 0
