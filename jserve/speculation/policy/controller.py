@@ -217,7 +217,7 @@ class SpeculationController:
         return () if seq.in_flight and not self._blind else self._proposed(seq)
 
     def _forced(self, seq: Sequence) -> Seq[int]:
-        """What the guide of ``seq`` leaves no choice about. Beside a tree there are no programs for such drafts."""
+        """Ids that the guide of ``seq`` leaves no choice about. Beside a tree there are no programs for such drafts."""
         return () if seq.guide is None or self.limits.draft_depths else seq.guide.forced
 
     def _proposed(self, seq: Sequence) -> Seq[int]:
