@@ -6,13 +6,14 @@ step's tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import islice
 
 from jserve.ports import RunnerLimits
 from jserve.sched.plan_builder import PlanBuilder
 from jserve.sched.resources import Resources
 from jserve.sched.versions import WeightVersions
-from jserve.speculation.policy.controller import RowDrafts, SpeculationController, StepLoad
+from jserve.speculation.policy.controller import SpeculationController, StepLoad
 from jserve.types import Sequence
 
 
@@ -36,7 +37,7 @@ class DecodePlanner:
         """True when planning should wait for the steps in flight, for the sake of drafts."""
         if not self.speculation.on or not n_flights:
             return False
-        return self.speculation.waits(self.ready(), n_flights, self._load(n_context, n_flights))
+        return self.speculation.waits(self.ready(), self._load(n_context, n_flights))
 
     def fill(self, builder: PlanBuilder, n_flights: int, n_context: int) -> None:
         """Add the rows, in order."""
@@ -49,7 +50,7 @@ class DecodePlanner:
             builder.n_draft = self.speculation.n_draft
             if 0 < self.limits.prefill_width <= builder.n_draft:
                 builder.limit(0)  # no program takes prompts beside so many drafts
-            if builder.n_draft or any([d.ids for d in chosen]):
+            if builder.n_draft or any(chosen):
                 self._verify(builder, ready, chosen)
                 return
         self._decode(builder, ready)
@@ -90,19 +91,22 @@ class DecodePlanner:
             if seq.lease is not None and seq.guide is not None:
                 builder.verify(seq, ())
 
-    def _verify(self, builder: PlanBuilder, ready: list[Sequence], chosen: list[RowDrafts]) -> None:
+    def _verify(self, builder: PlanBuilder, ready: list[Sequence], chosen: list[Seq[int]]) -> None:
         """Rows with drafts, as far as budget, length and free pages allow them."""
-        spare = builder.tokens_left - len(self.resources.running)
+        spare, proposer = (
+            builder.tokens_left - len(self.resources.running),
+            self.speculation.proposer,
+        )
         for seq, drafts in zip(ready, chosen, strict=True):
             if seq.lease is None:
                 continue
-            drafts = drafts.cut(min(spare, self._room(seq)))
-            n = len(drafts.ids)
+            drafts = drafts[: max(0, min(spare, self._room(seq)))]
+            n = len(drafts)
             if n and not self.resources.cache.extend(seq.lease, seq.scheduled + 1 + n):
-                drafts, n = RowDrafts(), 0  # drafts never preempt
+                drafts, n = (), 0  # drafts never preempt
             if self.resources.grow(seq, seq.scheduled + 1 + n):
-                mask = self.speculation.mask(seq, drafts) if n else None
-                builder.verify(seq, drafts.ids, drafts.source, mask)
+                mask = proposer.mask(seq, drafts) if n and proposer is not None else None
+                builder.verify(seq, drafts, mask)
                 spare -= n
                 self._look_ahead(seq, builder.n_draft)
 

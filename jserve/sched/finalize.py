@@ -98,8 +98,8 @@ class Finalizer:
             seq.in_flight -= most
             if n_ok != most:
                 roll_back(seq, most - n_ok)
-            if drafts:
-                self.speculation.drawn(row, r, seq, n_ok)
+            if drafts and row.from_slot:
+                self.speculation.drawn(row, seq, n_ok)
             if seq.finish is not None:
                 continue  # over-run: it ended while this row was in flight
             n, lease = len(seq.tokens), seq.lease

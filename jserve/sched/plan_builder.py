@@ -45,8 +45,6 @@ class PlanBuilder:
         """Tokens of prefill rows so far."""
         self.n_draft = 0
         """Drafts that the device shall leave in the slots of emitting rows."""
-        self.sources: dict[int, str] = {}
-        """Row -> source of its drafts."""
         self.rows: list[RowPlan] = []
         self.seqs: list[Sequence] = []
         """The sequence of each row."""
@@ -84,7 +82,6 @@ class PlanBuilder:
         self,
         seq: Sequence,
         drafts: Seq[int],
-        source: str = "",
         mask: np.ndarray | None = None,
     ) -> None:
         """A row that reads its first token from the slot and tries ``drafts`` after it.
@@ -93,8 +90,6 @@ class PlanBuilder:
         drafts of a sequence without a guide.
         """
         count = 1 + len(drafts)
-        if count > 1:
-            self.sources[len(self.rows)] = source
         self.seqs.append(seq)
         self.rows.append(
             RowPlan(

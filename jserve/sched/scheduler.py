@@ -262,7 +262,7 @@ class Scheduler:
             return None
         old = self.versions.old_turn
         plan = builder.freeze(self.n_steps, self.resources.cache, old_weights=old)
-        self.speculation.planned(plan, builder.seqs, builder.sources, behind=not self._in_flight)
+        self.speculation.planned(plan, builder.seqs, behind=not self._in_flight)
         self.n_prefilled += builder.n_prefill
         self.n_steps += 1
         self._in_flight[plan.id] = builder.seqs
@@ -287,7 +287,8 @@ class Scheduler:
         self.decode_planner.fill(builder, len(self._in_flight), self.gate.n_context)
         self.prefill_planner.fill(builder, self.n_steps, now)
         running = self.versions.running(self.resources.running)
-        self.speculation.backfills(builder, running, self.cap)
+        if self.speculation.backfills:
+            self.speculation.backfill.fill(builder, running, self.cap)
         return builder
 
     @point("sched.commit")
@@ -300,12 +301,11 @@ class Scheduler:
         self.bisection.succeeded()
         self.resources.cache.landed(plan.id)
         self._observe(plan, result, now)
-        self.speculation.begin_commit(plan)
         outputs = self.finalizer.advance(plan, seqs, result, now)
         if self.guides is not None:
             self.guides.start_masks()
         if not len(self.resources.running):
-            self.speculation.idle()
+            self.speculation.gaps.idle()
         return outputs
 
     def _observe(self, plan: StepPlan, result: StepResult, now: float) -> None:
@@ -346,7 +346,7 @@ class Scheduler:
         if keep or beside:
             self.resources.keep_running(name)
         else:
-            self.speculation.lost()
+            self.speculation.gaps.idle()
             self.versions.n_recomputed += sum(seq.scheduled for seq in self.resources.running)
             self.resources.requeue_all(weights=name)
 
@@ -365,7 +365,7 @@ class Scheduler:
         faulty = self.bisection.step_failed(lost, now) if plans else None
         for seq in lost:
             seq.pending = seq.in_flight = 0
-        self.speculation.lost()
+        self.speculation.gaps.idle()
         assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
         blamed = [s for s in self.groups.get(faulty or "", ()) if s.finish is None]
         outputs = [self.finalizer.end(seq, Finish.ERROR, now, error) for seq in blamed]

@@ -92,7 +92,7 @@ class WeightsMachine(RuleBasedStateMachine):
         )
         proposer = Lookup("ngram", lambda: (NgramIndex(1, 3, 24),)) if drafts else None
         made = Scheduler(limits, config, proposer=proposer)
-        made.speculation.costs, made.speculation.min_speed = FREE, 0.0
+        made.speculation.costs, made.speculation._min_speed = FREE, 0.0
         self.runner = NotedRunner(limits)
         self.engine = Engine(made, self.runner, overlap=overlap)
         self.told: dict[Key, Told] = {}

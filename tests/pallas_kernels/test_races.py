@@ -1,7 +1,8 @@
 """The kernels under the interpreter's race detector: nobody writes what another may still load, however the
 threads are timed. Values alone do not show that, since the interpreter runs them in few orders. It compares
-loads, stores and copies; what the matrix unit reads it does not know. Mixtures whose blocks overlap are not among the
-cases: two blocks write the same numbers to the same place of the result, which it reports."""
+loads, stores and copies, but does not know what the matrix unit reads: here each product loads its first operand, at
+the moment when it begins. Mixtures whose blocks overlap are not among the cases: two blocks write the same numbers to
+the same place of the result, which it reports."""
 
 from __future__ import annotations
 
@@ -64,7 +65,24 @@ MODULES = (add_norm, combine, decode, experts, kv_write, latents, prefill, produ
 
 
 @pytest.fixture
-def races(monkeypatch: pytest.MonkeyPatch) -> None:
+def seen_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The detector knows that each ``wgmma`` reads its first operand (queries, weights of values). Not the second: of
+    latents one warpgroup zeroes what no row may see while the other has it as keys, whose scores it masks.
+
+    A product reads where copies write, which a load does not: with the fence, what is copied there later has to wait
+    for the same barriers as for a product."""
+    wgmma = plgpu.wgmma
+
+    def product(acc: Any, a: Any, b: Any) -> None:
+        plgpu.load(a)
+        plgpu.commit_smem()
+        wgmma(acc, a, b)
+
+    monkeypatch.setattr(plgpu, "wgmma", product)
+
+
+@pytest.fixture
+def races(seen_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MODULES:
         monkeypatch.setattr(module, "interpreter", partial(interpreter, detect_races=True))
 
@@ -93,3 +111,39 @@ def test_one_would_be_seen(n_threads: int, capsys: pytest.CaptureFixture) -> Non
         scratch_types={"room": plgpu.SMEM((128,), jnp.float32)},
     )(jnp.zeros(128))
     assert ("RACE" in capsys.readouterr().out) == (n_threads > 1)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_a_product_reads_would_be_seen(
+    ordered: bool, seen_products: None, capsys: pytest.CaptureFixture
+) -> None:
+    """One warpgroup writes the operand of another's product, which waits for that or does not."""
+
+    def kernel(x: Any, out: Any, room: Any, written: Any) -> None:
+        @pl.when(lax.axis_index("wg") == 0)
+        def _() -> None:
+            room[...] = x[...]
+            plgpu.barrier_arrive(written)
+
+        @pl.when(lax.axis_index("wg") == 1)
+        def _() -> None:
+            if ordered:
+                plgpu.barrier_wait(written)
+
+            def product(acc: Any) -> Any:
+                plgpu.wgmma(acc, room, room)
+                return acc[...]
+
+            out[...] = pl.run_scoped(product, plgpu.ACC((64, 64), jnp.float32))
+            if not ordered:
+                plgpu.barrier_wait(written)
+
+    plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        num_threads=2,
+        thread_name="wg",
+        interpret=interpreter(detect_races=True),
+        scratch_types={"room": plgpu.SMEM((64, 64), jnp.bfloat16), "written": plgpu.Barrier()},
+    )(jnp.zeros((64, 64), jnp.bfloat16))
+    assert ("RACE" in capsys.readouterr().out) != ordered

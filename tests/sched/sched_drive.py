@@ -541,7 +541,7 @@ class Drive:
         assert not sched.resources.waiting.held_by
         assert not sched.resources.vocab_rows._waiting, "I17: a wait for a vocab row is left"
         assert not sched.resources.waiting._arrivals
-        assert not len(sched.speculation), "I17: a watched text is left"
+        assert not sched.speculation._of, "I17: a watched text is left"
         assert sched.stats().running == sched.stats().waiting == sched.stats().preempted == 0
         parts = list(zip(sched.resources.demand.parts, cache.parts, strict=True))
         cached = sum(n * part.tree.n_nodes for (n, _), part in parts)

@@ -40,7 +40,7 @@ from jserve.sched.record.journal import (
     read_events,
 )
 from jserve.sched.scheduler import Scheduler
-from jserve.speculation.policy.controller import RowDrafts, SpeculationController, StepLoad
+from jserve.speculation.policy.controller import SpeculationController, StepLoad
 from jserve.types import Output, Request, Sequence, StepPlan, StepResult
 
 
@@ -218,17 +218,16 @@ class _RecordedDrafting(SpeculationController):
     recorded: Planned
     """The decision to reproduce next."""
 
-    def waits(self, ready: Seq[Sequence], n_flights: int, load: StepLoad) -> bool:
+    def waits(self, ready: Seq[Sequence], load: StepLoad) -> bool:
         return self.recorded.waited
 
-    def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[RowDrafts]:
+    def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[Seq[int]]:
         decision = self.recorded.decision
         rows = decision.rows if decision is not None else ()
         self.n_draft = decision.n_draft if decision is not None else 0
-        self.hysteresis.backfills = any(row.backfill for row in rows)
+        self.hysteresis.k = int(any(row.backfill for row in rows))
         said = {(row.request_id, row.index): row.drafts for row in rows if row.from_slot}
-        ids = [said.get((seq.request.id, seq.index), ()) for seq in ready]
-        return [RowDrafts(drafts, "recorded") for drafts in ids]
+        return [said.get((seq.request.id, seq.index), ()) for seq in ready]
 
 
 class _RecordedGuides:

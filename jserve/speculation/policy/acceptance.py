@@ -11,6 +11,7 @@ A request's own rate is pulled towards that of all requests while little is know
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from operator import eq
 from typing import NamedTuple
 
 KEEP_REQUEST, KEEP_ALL = 0.95, 0.99
@@ -18,7 +19,6 @@ KEEP_REQUEST, KEEP_ALL = 0.95, 0.99
 PULL, PULL_OFFERS = 8.0, 2.0
 """Tries of its own after which a request's rate counts as much as that of all, and rounds for offers: fewer, since
 whether there is anything to copy differs most between texts."""
-_GUESS_WEIGHT = 4.0
 
 
 class Odds(NamedTuple):
@@ -39,68 +39,48 @@ NEVER, SURE, GUESS = Odds(0.0, 0.0), Odds(1.0, 1.0), Odds(0.5, 0.5)
 
 
 class Acceptance:
-    """Decayed counts of rounds, over all requests."""
+    """Decayed counts of rounds: of all requests, or of one sequence, whose rounds are ``overall``'s too.
 
-    __slots__ = ("accepted", "offered", "rounds", "tried")
+    Verification never changes a token, so any text tells which drafts of a proposal would have been accepted.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("accepted", "left", "offered", "overall", "proposal", "rounds", "tried")
+
+    def __init__(self, overall: Acceptance | None = None) -> None:
+        self.overall = overall
         self.accepted = self.tried = self.offered = self.rounds = 0.0
+        self.left = 0
+        """Drafts that the device holds for the sequence."""
+        self.proposal: tuple[int, Seq[int]] | None = None
+        """Tokens that the text had when the open round began, and its drafts; None: there is none."""
 
-    def add(self, n_drafts: int, n_accepted: int, keep: float = KEEP_ALL) -> None:
+    def add(self, n_drafts: int, n_accepted: int) -> None:
         """One round; ``n_drafts`` may be 0."""
+        keep = KEEP_ALL if self.overall is None else KEEP_REQUEST
         tried = min(n_accepted + 1, n_drafts)
         fade = keep**tried
         self.accepted = self.accepted * fade + n_accepted
         self.tried = self.tried * fade + tried
         self.offered = self.offered * keep + (n_drafts > 0)
         self.rounds = self.rounds * keep + 1.0
-
-    def odds(
-        self, prior: Odds = GUESS, pull: float = _GUESS_WEIGHT, pull_offers: float = _GUESS_WEIGHT
-    ) -> Odds:
-        """Of the next round, pulled to ``prior`` as if that had been tried so many times."""
-        return Odds(
-            (self.accepted + pull * prior.accepts) / (self.tried + pull),
-            (self.offered + pull_offers * prior.offers) / (self.rounds + pull_offers),
-        )
-
-
-class SequenceAcceptance:
-    """The measured acceptance of one sequence, and the drafts it holds.
-
-    Verification never changes a token, so any text tells which drafts of a proposal would have been accepted.
-    """
-
-    __slots__ = ("expected", "left", "n_right", "overall", "own")
-
-    def __init__(self, overall: Acceptance) -> None:
-        self.own, self.overall = Acceptance(), overall
-        self.left = 0
-        """Drafts that the device holds for it."""
-        self.expected: Seq[int] | None = None
-        """The proposal whose round is open; None: there is none."""
-        self.n_right = 0
-        """Tokens of it that came."""
-
-    def add(self, n_drafts: int, n_accepted: int) -> None:
-        """One round of this sequence, hence of all."""
-        self.own.add(n_drafts, n_accepted, KEEP_REQUEST)
-        self.overall.add(n_drafts, n_accepted)
+        if self.overall is not None:
+            self.overall.add(n_drafts, n_accepted)
 
     def odds(self) -> Odds:
-        """Of its next round."""
-        return self.own.odds(self.overall.odds(), PULL, PULL_OFFERS)
+        """Of the next round."""
+        prior = GUESS if self.overall is None else self.overall.odds()
+        return Odds(
+            (self.accepted + PULL * prior.accepts) / (self.tried + PULL),
+            (self.offered + PULL_OFFERS * prior.offers) / (self.rounds + PULL_OFFERS),
+        )
 
-    def expect(self, drafts: Seq[int]) -> None:
-        """``drafts`` are proposed: a round begins."""
-        self.expected, self.n_right = drafts, 0
-
-    def see(self, token: int) -> None:
-        """The text goes on with ``token``."""
-        if self.expected is None:
-            return
-        if self.n_right < len(self.expected) and self.expected[self.n_right] == token:
-            self.n_right += 1
-            return
-        self.add(len(self.expected), self.n_right)
-        self.expected = None
+    def ended(self, tokens: Seq[int]) -> bool:
+        """True when no round is open any more: it is counted as soon as the text, ``tokens``, shows all of it."""
+        if self.proposal is not None:
+            at, drafts = self.proposal
+            right = [*map(eq, drafts, tokens[at:]), False].index(False)
+            if len(tokens) <= at + right:
+                return False
+            self.add(len(drafts), right)
+            self.proposal = None
+        return True

@@ -8,50 +8,30 @@ Three kinds of drafts, one row each; ``sched.decode`` makes rows of what is chos
 * *device*: a drafter leaves ``StepPlan.n_draft`` drafts in the slots. Where it copies from the text (n-grams), a
   proposer of the host is its *shadow*: it finds the same a step later, and drafts for rows under a guide.
 
-All but blind proposers show what drafts would have brought in every text, drafted or not (``SequenceAcceptance``).
+All but blind proposers show what drafts would have brought in every text, drafted or not (``Acceptance``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from jserve.config import SpeculativeOptions
 from jserve.ports import Proposer, RunnerLimits
-from jserve.speculation.policy.acceptance import NEVER, SURE, Acceptance, Odds, SequenceAcceptance
+from jserve.speculation.policy.acceptance import NEVER, SURE, Acceptance, Odds
 from jserve.speculation.policy.counters import SpeculationCounters
 from jserve.speculation.policy.draft_count import HOLD, Hysteresis, best_k, widths
 from jserve.speculation.policy.draft_kv_backfill import DraftKVBackfill
 from jserve.timing.host_gaps import HostGaps
-from jserve.timing.prefill_cap import PrefillCap
 from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import RowPlan, Sequence, StepPlan
-
-if TYPE_CHECKING:
-    from jserve.sched.plan_builder import PlanBuilder
 
 GRAMMAR, DEVICE = "grammar", "device"
 READ_PER_STEP = 256
 """Tokens that proposers take in per commit; a long prompt is read while it is prefilled."""
 
 
-@dataclass(slots=True)
-class RowDrafts:
-    """The drafts that one row tries."""
-
-    ids: Seq[int] = ()
-    source: str = ""
-
-    def cut(self, most: int) -> RowDrafts:
-        """At most ``most`` of them."""
-        return self if most >= len(self.ids) else RowDrafts(self.ids[: max(0, most)], self.source)
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepLoad(NamedTuple):
     """The load of the planned step beside its decode rows."""
 
     n_context: int
@@ -91,106 +71,82 @@ class SpeculationController:
         self._ks = (0, self.most) if depths else [w - 1 for w in widths(self.most)]
         self._depths = [max(depths[:n], default=0) if depths else n for n in range(self.most + 1)]
         """Drafts -> most of them that can be accepted: of a tree, as many as it is deep."""
-        self.hysteresis = Hysteresis(self._ks[1] if self.on and self._blind else 0)
-        self._watches: dict[Sequence, SequenceAcceptance] = {}
-        self._sources: dict[int, dict[int, str]] = {}
-        """Plan id -> row -> who made its drafts."""
-        self._landed: dict[int, str] = {}
-        """That of the plan being committed."""
+        self.hysteresis = Hysteresis(self._ks[1] if self.on else 0)
+        self._of: dict[Sequence, Acceptance] = {}
         self._read_left = 0
+        """Tokens that the proposer may still read in this commit."""
         self._fixed: int | None = None
 
     def fix(self, k: int | None) -> None:
         """From now on up to ``k`` drafts in every step, for benchmarks; None: as many as pay."""
         self._fixed = k
 
-    def waits(self, ready: Seq[Sequence], n_flights: int, load: StepLoad) -> bool:
+    def waits(self, ready: Seq[Sequence], load: StepLoad) -> bool:
         """True when no step should be planned before those in flight are back, because drafts of
         the host are worth more than the overlap."""
         waiting = any([seq.request.speculative and seq.in_flight for seq in ready])
-        if self.device or self._blind or not n_flights or not waiting:
+        if self.device or self._blind or load.behind or not waiting:
             return False
         if self._fixed is not None:
             return self._fixed > 0
         return self._best(ready, [self._odds(seq) for seq in ready], load, waits=True) > 0
 
-    def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[RowDrafts]:
+    def choose(self, ready: Seq[Sequence], load: StepLoad) -> list[Seq[int]]:
         """Chooses the drafts that each row tries, before length and pages cut them; sets ``n_draft``."""
-        found = [self._found(seq) for seq in ready]
-        k = self._device_k(ready, load) if self.device else self._host_k(ready, found, load)
+        rows, found = list(ready), [self._found(seq) for seq in ready]
+        if not self.device:
+            odds = [self._odds(seq, ids) for seq, ids in zip(ready, found, strict=True)]
+        else:
+            if ready or self.limits.drafts_from_kv:  # one without KV sees nothing in prompts alone
+                rows += load.entering
+            crowded = len(rows) > (self.limits.draft_rows or self.limits.max_decode_rows)
+            odds = [] if crowded else [self._odds(seq) for seq in rows]
+        k = self._k(rows, odds, load) if rows else 0
         self.n_draft = k if self.device else 0
-        return [drafts.cut(k) for drafts in found]
+        return [ids[:k] for ids in found]
 
-    def backfills(self, draft: PlanBuilder, running: Iterable[Sequence], cap: PrefillCap) -> None:
-        """Add rows to ``draft`` that show the drafter what it lacks, if this step should."""
-        if self.hysteresis.backfills or self._fixed is not None:
-            self.backfill.fill(draft, running, cap)
+    @property
+    def backfills(self) -> bool:
+        """True when rows should show the drafter what it lacks; a probe is of new sequences, which lack nothing."""
+        return self.hysteresis.k > 0 or self._fixed is not None
 
-    def mask(self, seq: Sequence, drafts: RowDrafts) -> np.ndarray | None:
-        """Bits that the row's drafts need beyond those of a guide."""
-        if self.proposer is None or drafts.source != self.proposer.name:
-            return None
-        return self.proposer.mask(seq, drafts.ids)
-
-    def planned(
-        self, plan: StepPlan, seqs: Seq[Sequence], sources: dict[int, str], *, behind: bool
-    ) -> None:
-        """``plan`` will run. ``seqs``: the sequence of each row. ``sources``: row -> who made its drafts. ``behind``:
-        no step is in flight before it."""
+    def planned(self, plan: StepPlan, seqs: Seq[Sequence], *, behind: bool) -> None:
+        """``plan`` will run. ``seqs``: the sequence of each row. ``behind``: no step is in flight before it."""
         if not self.on:
             return
         self.gaps.planned(plan.id, behind)
-        self._sources[plan.id] = sources
-        if self.device:
-            self.backfill.planned(plan, seqs)
-            for row, seq in zip(plan.rows, seqs, strict=True):
-                if not row.backfill and seq.request.speculative:
-                    # After a chunk that emits nothing this is wrong, but none of these is read then.
-                    self._watch(seq).left = plan.n_draft
+        self.backfill.planned(plan, seqs)
+        for row, seq in zip(plan.rows, seqs, strict=True):
+            if row.drafts and seq.guide is None:
+                self.hysteresis.seen()
+            if self.device and not row.backfill and seq.request.speculative:
+                # After a chunk that emits nothing this is wrong, but none of these is read then.
+                self._acceptance(seq).left = plan.n_draft
 
     def observe(self, plan: StepPlan, now: float, device_s: float, plain_s: float) -> None:
-        """``plan`` took ``device_s``; ``plain_s`` is predicted of one of as many tokens without drafts."""
+        """``plan`` took ``device_s``, its rows follow; ``plain_s`` is predicted of one of as many tokens without
+        drafts."""
         gap_s = self.gaps.landed(plan.id, now, device_s)
         draft_s = max(0.0, device_s - plain_s) if plan.n_draft else 0.0
         self.tally.step(device_s, gap_s, draft_s, prefills=not plan.rows[-1].from_slot)
-
-    def begin_commit(self, plan: StepPlan) -> None:
-        """The results of ``plan`` follow."""
         self._read_left = READ_PER_STEP
-        self._landed = self._sources.pop(plan.id, {})
-        if self._name in self._landed.values():
-            self.hysteresis.seen()
 
-    def drawn(self, row: RowPlan, r: int, seq: Sequence, n_ok: int) -> None:
-        """``row``, number ``r`` of the plan being committed and of ``seq``, drew ``n_ok`` tokens."""
-        if not row.from_slot:
-            return
-        source = self._landed.get(r, "")
+    def drawn(self, row: RowPlan, seq: Sequence, n_ok: int) -> None:
+        """``row``, which reads the slot of ``seq``, drew ``n_ok`` tokens; ``seq`` does not have them yet."""
+        source = GRAMMAR if self._forced(seq) else self._name
         n, accepted = self._depths[len(row.drafts)], max(0, n_ok - 1)
         self.tally.row(source, seq.request.lane, len(row.drafts), n, accepted, n_ok)
         if n and self._blind and source == self._name and seq.finish is None:
-            self._watch(seq).add(n, accepted)
+            self._acceptance(seq).add(n, accepted)
 
     def took(self, seq: Sequence, tokens: Seq[int]) -> None:
         """``seq`` got ``tokens`` (none after a chunk of its prompt): look what drafts they prove."""
-        if self._blind or not seq.request.speculative:
+        if self.proposer is None or self._blind or not seq.request.speculative:
             return
-        assert self.proposer is not None
-        watch = self._watch(seq)
-        for token in tokens:
-            watch.see(token)
+        one = self._acceptance(seq)
         self._read_left -= self.proposer.read(seq, max(0, self._read_left))
-        if watch.expected is None and tokens and seq.finish is None:
-            watch.expect(self._proposed(seq))
-
-    def idle(self) -> None:
-        """Nobody runs any more: time that passes now says nothing of steps."""
-        self.gaps.idle()
-
-    def lost(self) -> None:
-        """The steps in flight will not land."""
-        self.gaps.idle()
-        self._sources.clear()
+        if one.ended(seq.tokens) and tokens and seq.finish is None:
+            one.proposal = len(seq.tokens), self._proposed(seq)
 
     def counters(self) -> dict[str, float]:
         """For /metrics."""
@@ -199,53 +155,37 @@ class SpeculationController:
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` is over."""
-        self._watches.pop(seq, None)
+        self._of.pop(seq, None)
         self.backfill.forget(seq)
         if self.proposer is not None:
             self.proposer.forget(seq)
 
-    def __len__(self) -> int:
-        """Sequences of which anything is kept."""
-        return len(self._watches)
+    def _acceptance(self, seq: Sequence) -> Acceptance:
+        if seq not in self._of:
+            self._of[seq] = Acceptance(self.acceptance)
+        return self._of[seq]
 
-    def _watch(self, seq: Sequence) -> SequenceAcceptance:
-        if seq not in self._watches:
-            self._watches[seq] = SequenceAcceptance(self.acceptance)
-        return self._watches[seq]
-
-    def _odds(self, seq: Sequence, found: RowDrafts | None = None) -> Odds:
+    def _odds(self, seq: Sequence, found: Seq[int] | None = None) -> Odds:
         """Of the next drafts of ``seq``; ``found``: they are known. A drafter without a shadow always has some."""
         guided = seq.guide is not None and (self._blind or not self.device)  # it waits anyway
-        if not seq.request.speculative or (guided if found is None else not found.ids):
+        if not seq.request.speculative or (guided if found is None else not found):
             return NEVER
-        if found is not None and found.source == GRAMMAR:
+        if found is not None and self._forced(seq):
             return SURE
-        odds = self._watch(seq).odds()
+        odds = self._acceptance(seq).odds()
         return odds if found is None and not self._blind else Odds(odds.accepts, 1.0)
 
-    def _device_k(self, ready: Seq[Sequence], load: StepLoad) -> int:
-        """Drafts that the device makes in a step of the rows that decode and those that soon will."""
-        rows, from_kv = [*ready, *load.entering], self.limits.drafts_from_kv
-        if not rows or not (ready or from_kv):
-            return 0  # a drafter without KV sees nothing in prompts alone, which only take longer
-        crowded = len(rows) > (self.limits.draft_rows or self.limits.max_decode_rows)
-        odds = [] if crowded else [self._odds(seq) for seq in rows]
-        may = any([one.offers for one in odds])
+    def _k(self, rows: Seq[Sequence], odds: Seq[Odds], load: StepLoad) -> int:
+        """Drafts of the next step of ``rows``, which those that decode begin and those that soon will end."""
         if (k := self._fixed) is None:
-            wanted = self._best(rows, odds, load) if may else 0
-            k = self.hysteresis.step(wanted, new=bool(load.entering) or not from_kv)
-        widest = self.limits.prefill_width
-        if load.entering or any([self.backfill.due(seq) is not None for seq in ready]):
-            k = min(k, widest - 1) if widest else k  # there are no wider programs beside prompts
-        return k if may else 0
-
-    def _host_k(self, ready: Seq[Sequence], found: Seq[RowDrafts], load: StepLoad) -> int:
-        """Drafts that rows try of those that were found."""
-        if self._fixed is not None or not any([drafts.ids for drafts in found]):
-            return self._fixed or 0
-        odds = [self._odds(seq, drafts) for seq, drafts in zip(ready, found, strict=True)]
-        k = self._best(ready, odds, load)
-        return self.hysteresis.step(k) if self._blind else k
+            k = self._best(rows, odds, load)
+            if self._blind:
+                new = bool(load.entering) or not self.limits.drafts_from_kv
+                k = self.hysteresis.step(k, new=new)
+        beside = load.entering or any([self.backfill.missing(seq) for seq in rows])
+        if self.device and beside and self.limits.prefill_width:
+            k = min(k, self.limits.prefill_width - 1)  # there are no wider programs beside prompts
+        return k if any([one.offers for one in odds]) else 0
 
     def _best(
         self, rows: Seq[Sequence], odds: Seq[Odds], load: StepLoad, *, waits: bool = False
@@ -253,7 +193,7 @@ class SpeculationController:
         """The k of most tokens per second; ``waits``: with drafts the device waits for the host before the step,
         though without it does not. To begin costs a step without drafts to verify, and the backfill: they are
         spread over the steps that drafting lasts at least."""
-        begins = self.device and not self.hysteresis.k
+        begins = self.limits.drafts_from_kv and not self.hysteresis.k
         missing = sum([self.backfill.missing(seq) for seq in rows]) if begins else 0
 
         def seconds(k: int) -> float:
@@ -264,23 +204,25 @@ class SpeculationController:
 
         return best_k(odds, self._ks, self._depths, seconds, self._min_speed)
 
-    def _found(self, seq: Sequence) -> RowDrafts:
+    def _found(self, seq: Sequence) -> Seq[int]:
         """All that ``seq`` could try now. What the device left is nothing where its KV lacks something; a guide's
         masks follow the drafts' ids, which only the device knows."""
         if not seq.request.speculative:
-            return RowDrafts()
+            return ()
         if self.device and seq.guide is None:
-            left = 0 if self.backfill.missing(seq) else self._watch(seq).left
-            return RowDrafts((-1,) * left, self._name)
-        # Beside a tree there are no programs for other drafts.
-        if seq.guide is not None and seq.guide.forced and not self.limits.draft_depths:
-            return RowDrafts(seq.guide.forced[: self.most], GRAMMAR)
-        if self.proposer is None or (seq.in_flight and not self.proposer.blind):
-            return RowDrafts()
-        return RowDrafts(self._proposed(seq), self._name)
+            left = 0 if self.backfill.missing(seq) else self._acceptance(seq).left
+            return (-1,) * left
+        if forced := self._forced(seq):
+            return forced[: self.most]
+        return () if seq.in_flight and not self._blind else self._proposed(seq)
+
+    def _forced(self, seq: Sequence) -> Seq[int]:
+        """Ids that the guide of ``seq`` leaves no choice about. Beside a tree there are no programs for such drafts."""
+        return () if seq.guide is None or self.limits.draft_depths else seq.guide.forced
 
     def _proposed(self, seq: Sequence) -> Seq[int]:
         """Ids of the host's proposer that the guide of ``seq``, if any, lets follow."""
-        assert self.proposer is not None
+        if self.proposer is None:
+            return ()
         ids = self.proposer.propose(seq, self.most)
         return seq.guide.trim(ids) if seq.guide is not None and ids else ids

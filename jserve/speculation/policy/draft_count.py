@@ -21,10 +21,10 @@ MARGIN, WIDER = 1.05, 1.1
 """A k above 0 has to be better than none by the first factor, and than fewer drafts by the second: answers end."""
 HOLD = 16
 """Steps before drafting ends or begins again, over which the time that it takes to begin is spread."""
-PROBE_EVERY, PROBE_RARELY, PROBE_STEPS = 200, 1600, 16
-"""Steps without drafts after which some are tried, to see what is accepted, twice as many after each such probe up to
-the second number: beside the next prompt, which the drafter then sees from its start; or, if none comes, after the
-second number and a backfill. A probe ends when that was seen, or after PROBE_STEPS."""
+PROBE_EVERY, PROBE_RARELY, PROBE_STEPS = 100, 1600, 16
+"""Steps without drafts after which some are tried beside the next prompt, to see what is accepted; twice as many after
+each such probe, up to the second number. A probe ends with the first step that verifies, or after PROBE_STEPS. If no
+prompt comes for twice the second number, drafting begins as if it paid."""
 
 
 def widths(max_drafts: int) -> tuple[int, ...]:
@@ -49,17 +49,14 @@ def best_k(
         seconds: drafts -> predicted seconds of a step.
         min_speed: least share of its speed without drafts that each row keeps.
     """
-    offers = sum([one.offers for one in odds])
-    if not offers:
+    if not any([one.offers for one in odds]):
         return 0
-    mean = Odds(sum([one.accepts * one.offers for one in odds]) / offers, offers / len(odds))
-    least = min(odds, key=lambda one: one.accepts * one.offers)
     plain = seconds(0)
     best, most = 0, 1.0 / plain
     for k in options[1:]:
-        took = seconds(k)
-        rate, slowest = ((1.0 + one.expected(depths[k])) / took for one in (mean, least))
-        fair = slowest * plain >= min_speed
+        took, tokens_R = seconds(k), [1.0 + one.expected(depths[k]) for one in odds]
+        rate = sum(tokens_R) / len(tokens_R) / took
+        fair = min(tokens_R) * plain >= min_speed * took
         better = rate > (WIDER if best else MARGIN) * most
         if (fair and better) or (not best and took < CHEAP * plain):
             best, most = k, rate
@@ -67,36 +64,34 @@ def best_k(
 
 
 class Hysteresis:
-    """The k that is used: what is best, but that drafting begins or ends once in HOLD steps at most; and probes.
-
-    Args:
-        probe: drafts of a probe; 0: acceptance is known without any.
-    """
+    """The k that is used where only verified drafts show what is accepted: drafting begins or ends once in HOLD steps
+    at most, and while it is off ``probe`` drafts are tried now and then."""
 
     def __init__(self, probe: int) -> None:
         self.k, self.probe = 0, probe
-        self.backfills = True
-        """False for a probe of new sequences: the others get no drafts."""
-        self._held, self._off, self._left, self._every = HOLD, PROBE_EVERY, 0, PROBE_EVERY // 2
-        """Steps since drafting began or ended, those without drafts (enough to probe at once), those that a probe has
-        left; and the steps between two probes."""
+        self._held, self._off = HOLD, PROBE_EVERY
+        """Steps since drafting began or ended, and since the last draft (enough to probe at once)."""
+        self._every, self._left = PROBE_EVERY // 2, 0
+        """Steps between two probes, doubled by each, and those that a probe has left."""
 
-    def step(self, wanted: int, *, new: bool = True) -> int:
-        """Drafts of the next step, where ``wanted`` are best. ``new``: a probe needs no backfill."""
+    def step(self, wanted: int, *, new: bool) -> int:
+        """Drafts of the next step, where ``wanted`` are best. ``new``: a probe may begin."""
         self._held += 1
+        if self._off >= 2 * PROBE_RARELY:
+            wanted = wanted or self.probe
         if bool(wanted) == bool(self.k):
             self.k = wanted  # more or fewer cost nothing to begin
         elif self._held >= HOLD:
             self.k, self._held = wanted, 0
-        if self.k or not self.probe:
-            self._off, self._left, self._every, self.backfills = 0, 0, PROBE_EVERY, True
+        if self.k:
+            self._off, self._left, self._every = 0, 0, PROBE_EVERY
             return self.k
         self._off, self._left = self._off + 1, max(0, self._left - 1)
-        if self._off >= (self._every if new else PROBE_RARELY):
-            self._off, self._left, self.backfills = 0, PROBE_STEPS, not new
+        if new and self._off >= self._every:
+            self._off, self._left = 0, PROBE_STEPS
             self._every = min(2 * self._every, PROBE_RARELY)
         return self.probe if self._left else 0
 
     def seen(self) -> None:
-        """A step came back that shows what is accepted."""
+        """A step that shows what is accepted is planned."""
         self._left = 0

@@ -28,7 +28,7 @@ import numpy as np
 from jserve.kv.ledger import Lease
 from jserve.ports import RunnerLimits
 from jserve.timing.prefill_cap import PrefillCap
-from jserve.types import PageFetch, PageMove, RowPlan, Sequence, StepPlan
+from jserve.types import PageFetch, RowPlan, Sequence, StepPlan
 
 if TYPE_CHECKING:
     from jserve.sched.plan_builder import PlanBuilder
@@ -62,40 +62,37 @@ class DraftKVBackfill:
         gap = self._gap(seq)
         return 0 if gap is None else max(0, min(gap.high, seq.scheduled) - gap.low)
 
-    def due(self, seq: Sequence) -> tuple[int, int] | None:
-        """First and last + 1 of what ``seq`` can be shown in a step that drafts."""
-        gap = self._gap(seq)
-        if gap is None or gap.high == _OPEN:
-            return None
-        end = min(gap.high, len(seq.tokens) - 1)
-        return (gap.low, end) if end > gap.low else None
-
     def fill(self, builder: PlanBuilder, running: Iterable[Sequence], cap: PrefillCap) -> None:
         """Add rows that show what is missing: as much as the smallest program has room for that takes this
         step's prompts and more."""
         if not self.on or not builder.n_draft or not builder.prefill_room:
-            return
-        found = [(seq, due) for seq in running if (due := self.due(seq)) is not None]
-        if not found:
             return
         room = [n - builder.n_prefill for n in self._rungs if n > builder.n_prefill]
         builder.limit(room[0] if room else builder.prefill_left)
         if cap.bound_s:
             n_decode = sum([row.from_slot for row in builder.rows])
             builder.limit(cap.fitting(n_decode, builder.longest(), builder.prefill_left))
-        for seq, due in sorted(found, key=lambda one: one[1][1] - one[1][0]):
-            if builder.prefill_room:
-                builder.backfill(seq, *due)
+        gaps = [(seq, gap) for seq in running if (gap := self._gap(seq)) and gap.high < _OPEN]
+        known = [(gap.low, min(gap.high, len(seq.tokens) - 1), seq) for seq, gap in gaps]
+        for low, end, seq in sorted(known, key=lambda one: one[1] - one[0]):
+            if low < end and builder.prefill_room:
+                builder.backfill(seq, low, end)
 
     def planned(self, plan: StepPlan, seqs: Seq[Sequence]) -> None:
         """``plan`` will run; ``seqs``: the sequence of each of its rows."""
         if not self.on:
             return
-        self._move(plan.moves)
+        for move in plan.moves:
+            if move.out:
+                self._unseen_H[move.host] = self._unseen_P[move.page]
+            else:
+                self._unseen_P[move.page] = self._unseen_H[move.host]
         for row, seq, page_M in zip(plan.rows, seqs, plan.page_table_RM, strict=True):
             gap = self._gap(seq)
-            if gap is None:
-                gap = self._of[seq] = self._found(row, seq, page_M)
+            if gap is None:  # it begins at this row: what the cache held for it may be missing
+                unseen_N = self._unseen_P[page_M[: -(-row.start // self._page)]]
+                low = int(unseen_N.argmax()) * self._page if unseen_N.any() else row.start
+                gap = self._of[seq] = _MissingRange(low, row.start, seq.lease)
             self._count(gap, row, seq, page_M, drafts=plan.n_draft > 0)
 
     def read(self, fetches: Iterable[PageFetch]) -> None:
@@ -106,24 +103,11 @@ class DraftKVBackfill:
     def forget(self, seq: Sequence) -> None:
         self._of.pop(seq, None)
 
-    def _move(self, moves: Iterable[PageMove]) -> None:
-        for move in moves:
-            if move.out:
-                self._unseen_H[move.host] = self._unseen_P[move.page]
-            else:
-                self._unseen_P[move.page] = self._unseen_H[move.host]
-
     def _gap(self, seq: Sequence) -> _MissingRange | None:
         """Of one that starts over, after a preemption or a fault, nothing of before counts: it has another
         lease, or none."""
         gap = self._of.get(seq)
         return gap if gap is not None and seq.lease is gap.lease is not None else None
-
-    def _found(self, row: RowPlan, seq: Sequence, page_M: np.ndarray) -> _MissingRange:
-        """The missing range of ``seq``, which begins at ``row``, among what the cache held for it."""
-        unseen_N = self._unseen_P[page_M[: -(-row.start // self._page)]]
-        low = int(unseen_N.argmax()) * self._page if unseen_N.any() else row.start
-        return _MissingRange(low, row.start, seq.lease)
 
     def _count(
         self, gap: _MissingRange, row: RowPlan, seq: Sequence, page_M: np.ndarray, *, drafts: bool

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jserve.speculation.policy.acceptance import Acceptance, Odds, SequenceAcceptance
+from jserve.speculation.policy.acceptance import Acceptance, Odds
 
 
 @pytest.mark.parametrize(("a", "n", "want"), [(0.5, 3, 0.875), (0.0, 7, 0.0), (1.0, 7, 7.0)])
@@ -19,24 +19,24 @@ def test_rounds_without_drafts_say_nothing_of_drafts():
     overall = Acceptance()
     for _ in range(1000):
         overall.add(3, 3)
-    assert min(SequenceAcceptance(overall).odds()) > 0.95
+    assert min(Acceptance(overall).odds()) > 0.95
     for _ in range(1000):
         overall.add(0, 0)
-    assert SequenceAcceptance(overall).odds().offers < 0.05
-    assert SequenceAcceptance(overall).odds().accepts > 0.95
+    assert Acceptance(overall).odds().offers < 0.05
+    assert Acceptance(overall).odds().accepts > 0.95
 
 
 def test_a_new_request_is_judged_by_all_and_soon_by_itself():
     overall = Acceptance()
-    assert SequenceAcceptance(overall).odds() == (0.5, 0.5), "nothing is known at all"
+    assert Acceptance(overall).odds() == (0.5, 0.5), "nothing is known at all"
     for _ in range(300):
-        SequenceAcceptance(overall).add(1, 1)
-    mine = SequenceAcceptance(overall)
+        Acceptance(overall).add(1, 1)
+    mine = Acceptance(overall)
     assert mine.odds().accepts > 0.95
     for _ in range(10):
         mine.add(1, 0)
     assert mine.odds().accepts < 0.5
-    assert SequenceAcceptance(overall).odds().accepts > 0.85, "ten of many rounds"
+    assert Acceptance(overall).odds().accepts > 0.85, "ten of many rounds"
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.8, 1.0])
@@ -44,7 +44,7 @@ def test_expected_drafts_are_those_that_are_accepted(p):
     """Rounds of a true rate: the estimate comes close to the mean number accepted."""
     rng = random.Random(4)
     overall = Acceptance()
-    mine, accepted, said = SequenceAcceptance(overall), [], []
+    mine, accepted, said = Acceptance(overall), [], []
     for _ in range(3000):
         n = next((j for j in range(7) if rng.random() >= p), 7)
         accepted.append(n)
@@ -56,7 +56,7 @@ def test_expected_drafts_are_those_that_are_accepted(p):
 
 
 def test_a_text_that_changes_is_noticed():
-    mine = SequenceAcceptance(Acceptance())
+    mine = Acceptance(Acceptance())
     for _ in range(50):
         mine.add(4, 4)
     high = mine.odds().expected(4)
@@ -67,20 +67,21 @@ def test_a_text_that_changes_is_noticed():
 
 
 def test_a_text_tells_the_rounds_that_drafts_would_have_had(monkeypatch):
-    one, rounds = SequenceAcceptance(Acceptance()), []
-    monkeypatch.setattr(SequenceAcceptance, "add", lambda self, *found: rounds.append(found))
-
-    def seen(*tokens: int) -> list:
+    one, rounds = Acceptance(Acceptance()), []
+    monkeypatch.setattr(Acceptance, "add", lambda self, *found: rounds.append(found))
+    assert one.ended([5]), "no round is open"
+    text = [5]
+    for drafts, tokens, found in (
+        ((1, 2, 3), [1, 2], None),
+        (None, [9, 3], (3, 2)),
+        ((1,), [1], None),
+        (None, [1], (1, 1)),
+        ((), [], None),
+        (None, [1], (0, 0)),
+    ):
+        if drafts is not None:
+            one.proposal = len(text), drafts
+        text += tokens
         rounds.clear()
-        for token in tokens:
-            one.see(token)
-        return [*rounds]
-
-    assert seen(5) == [], "no round is open"
-    one.expect((1, 2, 3))
-    assert seen(1, 2) == []
-    assert seen(9, 3) == [(3, 2)]
-    one.expect((1,))
-    assert seen(1, 1) == [(1, 1)]
-    one.expect(())
-    assert seen(1) == [(0, 0)]
+        assert one.ended(text) == (found is not None)
+        assert rounds == ([] if found is None else [found])

@@ -335,7 +335,7 @@ def test_nothing_is_kept_of_steps_that_are_over(on):
             drive.runner.fail_next = RuntimeError("the step raised")
     drive.run()
     kept = drive.scheduler.speculation
-    assert not kept._sources
+    assert not kept._of
     assert not kept.gaps._behind
     assert not any("proposer=}" in key or "proposer=," in key for key in kept.counters())
 
@@ -345,5 +345,5 @@ def test_the_policy_alone_without_steps():
     lim = limits(max_drafts=7)
     alone = SpeculationController(lim, MeasuredCosts(), SpeculativeOptions())
     assert alone.choose([], StepLoad(0, True)) == []
-    assert not alone.waits([], 1, StepLoad(0, False))
+    assert not alone.waits([], StepLoad(0, False))
     assert not SpeculationController(limits(), MeasuredCosts(), SpeculativeOptions()).on

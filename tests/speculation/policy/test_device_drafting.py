@@ -193,7 +193,7 @@ def test_nothing_is_kept_of_who_is_over():
     drive.cancel("r2")
     drive.run()
     assert not drive.scheduler.speculation.backfill._of
-    assert not len(drive.scheduler.speculation)
+    assert not drive.scheduler.speculation._of
 
 
 def total(drive, name: str) -> float:
@@ -266,7 +266,8 @@ def test_prompts_wait_where_no_program_takes_them_beside_wide_rows():
     """Whoever chose so many drafts and was wrong about the queue."""
     drive = Watched(device_limits(), depth=1)
     policy = drive.scheduler.speculation
-    policy._narrowed = lambda k, ready, load: {0: 3, 1: 7, 2: 3}.get(len(ready), 0)
+    wanted = {0: 3, 1: 7, 2: 3}
+    policy._k = lambda rows, odds, load: wanted.get(len(rows) - len(load.entering), 0)
     drive.add(long("a", 60))
     for i in range(3):
         for _ in range(3):

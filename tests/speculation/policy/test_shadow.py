@@ -41,7 +41,7 @@ def test_nothing_waits_and_what_repeats_is_drafted(depth):
     waits = []
     while drive.scheduler.has_work:
         drive.step()
-        waits.append(drive.scheduler.speculation.waits(drive.scheduler.resources.running, 1, None))
+        waits.append(drive.scheduler.speculation.waits(drive.scheduler.resources.running, None))
     assert not any(waits), "a step waited for the host"
     assert drive.stood > 120
     assert drive.stood > 0.8 * drive.tried
