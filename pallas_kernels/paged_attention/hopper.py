@@ -469,6 +469,7 @@ def _value_scales(team: _Team, slot: Any, seen: Any) -> Any:
     they are used, since a block's scales in registers beside its scores are more than there are."""
     scales = team.room("v_scale").at[slot]
     found = flash.seen_scales(scales, *seen) if seen else flash.by_column(scales)
+    plgpu.commit_smem()  # loads come before the copy that lands here next
     plgpu.barrier_arrive(team.barrier("free", slot))
     return found
 
