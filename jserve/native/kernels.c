@@ -794,11 +794,16 @@ static const Level *functions_for(int level, const Product *p) {
       [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu, GROUPED_FEW},
       [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu, FEW},
   };
+  static const Level widened_soon[N_LEVELS] = {
+      [AVX2] = {avx2_grouped_bytes, avx2_grouped_pack, avx2_grouped_rows, avx2_silu, FEW},
+      [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu, FEW},
+      [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu, FEW},
+  };
   const int row_scales = scaled_later(p) && !p->zero;
   if (level == AVX512_BF16 && p->kind == INT8 && row_scales) return &int8;
   if (level == AVX512_BF16 && p->kind == E4M3 && row_scales) return &e4m3;
   if (level == AVX512_BF16 && half_bytes(p->kind) && fits_four_bit(p->K, p->groups)) return &four_bit;
-  if (level >= AVX2 && fits_grouped(p)) return &grouped[level];
+  if (level >= AVX2 && fits_grouped(p)) return widens_by_bytes(p) ? &widened_soon[level] : &grouped[level];
 #endif
   return &WIDENED_LEVELS[level];
 }

@@ -236,6 +236,13 @@ T_AVX2 INLINE Bytes table_of(const Product *p, i64 n, i64 g) {
   return (Bytes){_mm256_permute2x128_si256(turned, turned, 0x00), _mm256_permute2x128_si256(turned, turned, 0x11)};
 }
 
+/* Whether weights are widened so fast that from FEW rows on it is worth while: without a scale, or by tables that serve
+ * many of them. */
+static int widens_by_bytes(const Product *p) {
+  if (half_bytes(p->kind)) return p->K / p->groups >= 64 && p->K / p->groups % 32 == 0;
+  return scaled_later(p) && !p->zero;
+}
+
 T_AVX2 static void avx2_widen(const Product *p, i64 n, bf16 *to) {
   const uint8_t *row = numbers_of(p, n);
   const i64 K = p->K, G = K / p->groups;

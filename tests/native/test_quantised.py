@@ -81,7 +81,8 @@ def widens(w: Weights, level: str, M: int) -> bool:
     groups, K = w.scale.shape[1], w.wide.shape[1]
     G = K // groups
     whole_blocks = groups == 1 or G % 32 == 0 or (G == 16 and K % 32 == 0)
-    in_registers = whole_blocks and FEW[level] >= M
+    soon = w.kind in quantised.FOUR_BITS and G >= 64 and G % 32 == 0
+    in_registers = whole_blocks and (min(8, FEW[level]) if soon else FEW[level]) >= M
     return (groups > 1 or w.shift is not None) and not in_registers
 
 
