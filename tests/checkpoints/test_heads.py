@@ -350,6 +350,7 @@ def check_parity(folder: Path, target: Path, config: Any, tokens: list[int]) -> 
     assert np.isneginf(chain[:, unknown]).all()
 
 
+@pytest.mark.slow
 def test_jserve_drafts_what_was_trained(trained, target, tiny_tokenizer, tmp_path):
     config, task, params = trained
     export.export(target, TARGET, tiny_tokenizer, tmp_path / "target", dtype=jnp.float32)
@@ -390,6 +391,7 @@ def test_jserve_drafts_what_the_shipped_heads_do(method):
     check_parity(folder, SHIPPED, config, text[:32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", list(HEADS))
 def test_the_shipped_heads_keep_their_promises(method):
     """A quick look at one skill; the table over all is in the model card."""

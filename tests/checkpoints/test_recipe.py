@@ -225,6 +225,7 @@ def test_shipped_files_are_small_and_share_a_tokenizer():
     assert a == b
 
 
+@pytest.mark.slow
 @needs_weights
 @pytest.mark.parametrize("folder", [SHIPPED, DRAFT], ids=lambda folder: folder.name)
 def test_transformers_says_the_same_greedily(folder):

@@ -25,6 +25,7 @@ def test_it_parses(block: Block) -> None:
     ast.parse(block.text)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block", RUN, ids=lambda b: b.where)
 def test_it_runs(
     block: Block, tiny_dir: Path, in_root: Callable, request: pytest.FixtureRequest

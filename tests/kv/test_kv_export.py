@@ -93,12 +93,14 @@ def test_another_engine_reads_the_pages_of_a_shared_directory(tmp_path):
     assert world.go_on("") == (alone(), 9 * Z)
 
 
+@pytest.mark.slow
 def test_who_is_not_told_looks_for_nothing(tmp_path):
     world = World(tmp_path, tmp_path)
     world.export()
     assert world.go_on(None) == (alone(), 0)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_was_cached_is_exported_too(tmp_path):
     world = World(tmp_path, tmp_path)
     params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -109,6 +111,7 @@ def test_a_prefix_that_was_cached_is_exported_too(tmp_path):
     assert world.go_on("") == (alone(), 9 * Z)
 
 
+@pytest.mark.slow
 def test_pages_are_found_under_their_own_weights_and_after_an_update_back(tmp_path):
     """Named weights, not replaced ones: what is computed is the same, and only the names keep pages apart."""
 
@@ -128,6 +131,7 @@ def test_pages_are_found_under_their_own_weights_and_after_an_update_back(tmp_pa
     assert world.go_on("") == (alone(), 9 * Z)
 
 
+@pytest.mark.slow
 def test_a_second_export_writes_nothing_again(tmp_path):
     world = World(tmp_path, tmp_path)
     world.export()
@@ -166,12 +170,14 @@ def test_a_page_that_is_lost_or_broken_is_computed_again(how, tmp_path):
     assert n_cached < 9 * Z
 
 
+@pytest.mark.slow
 def test_another_tenants_pages_have_other_names(tmp_path):
     world = World(tmp_path, tmp_path)
     world.export(tenant="a")
     assert world.go_on("", tenant="b") == (alone(), 0)
 
 
+@pytest.mark.slow
 def test_an_aborted_export_writes_nothing_later(tmp_path):
     """What it published may be given to others before anybody writes it."""
     world = World(tmp_path, tmp_path)
@@ -188,6 +194,7 @@ def test_an_aborted_export_writes_nothing_later(tmp_path):
     assert not world.first.busy
 
 
+@pytest.mark.slow
 def test_the_server_gives_what_the_directory_has(tmp_path):
     world = World(tmp_path / "a", tmp_path / "b", with_server=True)
     address = world.first.runner.report()["kv_transfer_address"]  # type: ignore[attr-defined]
@@ -349,6 +356,7 @@ def test_a_transfer_needs_a_directory_and_a_key(tmp_path):
     assert found.value.field == "kv_transfer_key"
 
 
+@pytest.mark.slow
 def test_more_pages_than_one_program_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(moves, "WIDTH", 4)
     world = World(tmp_path, tmp_path)

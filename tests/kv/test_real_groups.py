@@ -92,6 +92,7 @@ def test_the_pool_has_as_many_arrays_as_a_group_has_layers(kind):
     assert first == 128 // Z > max(others)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("options", [{}, {"max_prefill_chunk": 3}, {"prefix_caching": False}])
 def test_groups_and_chunks_change_no_token(kind, options):

@@ -381,6 +381,7 @@ def check(case: str, attn: str, n: int) -> None:
     assert len(set(want)) > 7, "the model repeats itself, which would hide errors"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "attn"), RUNS)
 def test_same_logits_and_tokens_as_transformers(case: str, attn: str) -> None:
     check(case, attn, 64)

@@ -321,6 +321,7 @@ TRACED: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
 """What may make another text: nothing is loaded before that is looked at."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", [*SHAPING.values(), *TRACED.values()], ids=[*SHAPING, *TRACED])
 def test_whatever_shapes_a_program_is_in_its_key(
     change: Callable[[pytest.MonkeyPatch], dict[str, Any]],

@@ -78,6 +78,7 @@ SPACES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("asked", SPACES.values(), ids=SPACES)
 def test_bounds_leave_the_winner_and_its_figures(
     asked: dict, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +175,7 @@ def test_the_winner_is_a_file_that_serves(tmp_path: Path) -> None:
     assert none.exit_code == 1
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("tp", "ep", "replicas", "sharding", "processes"),
     [

@@ -55,6 +55,7 @@ def test_every_decision_is_the_same(journal: Path) -> None:
     assert "every decision as recorded" in done.stdout
 
 
+@pytest.mark.slow
 def test_every_token_is_the_same_and_one_that_is_not_is_named(
     journal: Path, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_another_decision_is_named(journal: Path, tmp_path: Path) -> None:
     assert f"line {at[3] + 1}" in failed.stderr.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_made_again_is_refused(journal: Path, tmp_path: Path) -> None:
     first, *rest = journal.read_text().splitlines(keepends=True)
     for change, field in (({"weights": "another"}, "model"), ({"max_rows": 1}, "max_rows")):

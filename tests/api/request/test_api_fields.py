@@ -264,6 +264,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("path", BASE)
 async def test_no_value_of_any_field_is_a_fault_of_ours(shared, path):
     for name in [*fields_of(path), "unknown_field"]:
@@ -328,6 +329,7 @@ async def test_choices_need_tools(shared):
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("path", BASE)
 async def test_the_openapi_schema_agrees_with_the_server(shared, path):
     """What the server takes fits the schema; what does not fit the schema the server refuses."""

@@ -31,6 +31,7 @@ def served(text: str) -> Run:
     return simulate(traffic.generate(traffic.parse(text), 2), made)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "text",
     [
