@@ -315,8 +315,7 @@ class DeviceOptions:
     )
     kernels: str = opt(
         "auto",
-        "who multiplies: XLA; the native kernels, bfloat16 on a CPU; hopper, few rows by weights in groups on an H100"
-        " or H200; or these where there are any",
+        "who multiplies: XLA, native kernels (CPU), hopper's (quantised weights) or the best",
         choices=("auto", "xla", "native", "hopper"),
     )
     cuda_graphs: str = opt(

@@ -158,7 +158,7 @@ def match_may_cover_the_whole_prompt(patch):
 def match_ignores_the_prefix(patch):
     """Pages are looked up by their own tokens, wherever they hang."""
 
-    def match(self, root, tokens, max_pages):
+    def walk(self, root, tokens, max_pages):
         Z, path = self.page_size, []
         nodes = {node.key: node for _, node in self.nodes()}
         for at in range(0, max_pages * Z, Z):
@@ -168,7 +168,7 @@ def match_ignores_the_prefix(patch):
             path.append(node)
         return path
 
-    patch.setattr(RadixTree, "match", match)
+    patch.setattr(RadixTree, "walk", walk)
 
 
 def slot_reused_without_a_load(patch):
