@@ -133,13 +133,12 @@ typedef struct {
   void (*pack)(const Product *, i64 i0, i64 i1); /* live rows i0 .. i1-1; i0 is a multiple of PACKED */
   void (*rows)(const Product *, i64 n0, i64 n1, Target); /* y[:, 0 .. n1-n0] */
   void (*silu)(const float *gate, const float *up, float *h, i64 n);
-  i64 few; /* live rows up to which it has another form */
 } Level;
 
 INLINE float *at(Target t, i64 i) { return t.y + t.row[i] * t.ld; }
 
-/* Live rows that are packed together: the lanes of the widest vector. At most FEW of them may have another form, of numbers in
- * groups without AVX512_BF16 GROUPED_FEW, from which on widening them once is cheaper. */
+/* Live rows that are packed together: the lanes of the widest vector. At most FEW of them may have another form; without
+ * AVX512_BF16, of numbers that are slow to widen, GROUPED_FEW (few_rows). */
 enum { PACKED = 16, FEW = 8, GROUPED_FEW = 32 };
 
 /* --- plain C --- */
@@ -755,29 +754,29 @@ T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
 #include "grouped.h"
 
 static const Level LEVELS[N_LEVELS] = {
-    {plain_bytes, plain_pack, plain_rows, plain_silu, FEW},
+    {plain_bytes, plain_pack, plain_rows, plain_silu},
 #if X86
-    {avx2_bytes, avx2_pack, avx2_rows, avx2_silu, FEW},
-    {avx512f_bytes, avx512f_pack, avx512f_rows, avx512f_silu, FEW},
-    {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu, FEW},
+    {avx2_bytes, avx2_pack, avx2_rows, avx2_silu},
+    {avx512f_bytes, avx512f_pack, avx512f_rows, avx512f_silu},
+    {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
 #endif
 };
 
 static const Level WIDENED_LEVELS[N_LEVELS] = {
-    {plain_bytes, plain_pack, plain_widened, plain_silu, FEW},
+    {plain_bytes, plain_pack, plain_widened, plain_silu},
 #if X86
-    {avx2_bytes, avx2_pack, avx2_widened, avx2_silu, FEW},
-    {avx512f_bytes, avx512f_pack, avx512f_widened, avx512f_silu, FEW},
-    {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu, FEW},
+    {avx2_bytes, avx2_pack, avx2_widened, avx2_silu},
+    {avx512f_bytes, avx512f_pack, avx512f_widened, avx512f_silu},
+    {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu},
 #endif
 };
 
 static const Level ROUNDED_LEVELS[N_LEVELS] = {
-    {int8_bytes, plain_round_pack, plain_round_rows, plain_silu, FEW},
+    {int8_bytes, plain_round_pack, plain_round_rows, plain_silu},
 #if X86
-    {whole_bytes, avx2_round_pack, avx2_round_rows, avx2_silu, FEW},
-    {whole_bytes, avx2_round_pack, avx2_round_rows, avx512f_silu, FEW},
-    {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu, FEW},
+    {whole_bytes, avx2_round_pack, avx2_round_rows, avx2_silu},
+    {whole_bytes, avx2_round_pack, avx2_round_rows, avx512f_silu},
+    {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
 #endif
 };
 
@@ -786,26 +785,29 @@ static const Level *functions_for(int level, const Product *p) {
   if (p->kind == BF16) return &LEVELS[level];
   if (p->kind == ROUNDED) return &ROUNDED_LEVELS[level];
 #if X86
-  static const Level int8 = {bf16_bytes, bf16_pack, int8_rows, avx512f_silu, FEW};
-  static const Level e4m3 = {bf16_bytes, bf16_pack, e4m3_rows, avx512f_silu, FEW};
-  static const Level four_bit = {four_bit_bytes, four_bit_pack, four_bit_rows, avx512f_silu, FEW};
+  static const Level int8 = {bf16_bytes, bf16_pack, int8_rows, avx512f_silu};
+  static const Level e4m3 = {bf16_bytes, bf16_pack, e4m3_rows, avx512f_silu};
+  static const Level four_bit = {four_bit_bytes, four_bit_pack, four_bit_rows, avx512f_silu};
   static const Level grouped[N_LEVELS] = {
-      [AVX2] = {avx2_grouped_bytes, avx2_grouped_pack, avx2_grouped_rows, avx2_silu, GROUPED_FEW},
-      [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu, GROUPED_FEW},
-      [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu, FEW},
-  };
-  static const Level widened_soon[N_LEVELS] = {
-      [AVX2] = {avx2_grouped_bytes, avx2_grouped_pack, avx2_grouped_rows, avx2_silu, FEW},
-      [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu, FEW},
-      [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu, FEW},
+      [AVX2] = {avx2_grouped_bytes, avx2_grouped_pack, avx2_grouped_rows, avx2_silu},
+      [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu},
+      [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu},
   };
   const int row_scales = scaled_later(p) && !p->zero;
   if (level == AVX512_BF16 && p->kind == INT8 && row_scales) return &int8;
   if (level == AVX512_BF16 && p->kind == E4M3 && row_scales) return &e4m3;
   if (level == AVX512_BF16 && half_bytes(p->kind) && fits_four_bit(p->K, p->groups)) return &four_bit;
-  if (level >= AVX2 && fits_grouped(p)) return widens_by_bytes(p) ? &widened_soon[level] : &grouped[level];
+  if (level >= AVX2 && fits_grouped(p)) return &grouped[level];
 #endif
   return &WIDENED_LEVELS[level];
+}
+
+/* Live rows up to which x has its form for few. */
+static i64 few_rows(int level, const Product *p) {
+#if X86
+  if ((level == AVX2 || level == AVX512F) && fits_grouped(p) && !widens_by_bytes(p)) return GROUPED_FEW;
+#endif
+  return FEW;
 }
 
 static int best_level(void) {
@@ -1068,7 +1070,7 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   const Level *with = functions_for(level, &p);
   if (p.N * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   const i64 rows_bytes = up_to(M * 4, 64), rounded_bytes = p.kind == ROUNDED ? up_to(M * (i64)sizeof(RoundedRow), 64) : 0;
-  const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, with->few), K));
+  const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, few_rows(level, &p)), K));
   const i64 room = room_bytes(&p, chunk_rows(N, K, 1, fused));
   Job *job = new_job((size_t)(rows_bytes + rounded_bytes + up_to(packed, 64) + room * (room ? pool_threads(call) : 0)));
   if (!job) return 0;
@@ -1076,7 +1078,7 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   char *rest = (char *)job->scratch + rows_bytes;
   p.L = sort_rows(p.x, M, K, row);
   p.row = row;
-  p.few = p.L <= with->few;
+  p.few = p.L <= few_rows(level, &p);
   if (rounded_bytes) p.rounded = (RoundedRow *)rest;
   p.packed = rest + rounded_bytes;
   if (room) p.room = (bf16 *)((char *)p.packed + up_to(packed, 64));
@@ -1196,7 +1198,7 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
     p[n].M = e->R, p[n].L = L;
     p[n].row = from + begin;
     p[n].packed = rest;
-    p[n].few = L <= with->few;
+    p[n].few = L <= few_rows(level, &e->of);
     if (rounded_bytes) p[n].rounded = rounded_rows + begin;
     with->pack(&p[n], 0, L);
     rest += up_to((i64)with->packed_bytes(L, K), 64);

@@ -330,7 +330,7 @@ class Sizes:
     """The layout of a page of the pool."""
     memory: MemoryPlan
     kernels: str
-    """Level of the native kernels in use, or empty."""
+    """Level of the native kernels in use, ``hopper`` where quantised weights have that one, or empty."""
     limits: RunnerLimits
     """Without measured times."""
     ladder: Ladder
@@ -366,7 +366,7 @@ def sizes_of(
         dtype: of the activations.
         platform: of the devices, as jax calls it.
         capability: their compute capability where they are CUDA's.
-        kernels: level of the native kernels in use; empty: everything is XLA's.
+        kernels: as of ``Sizes``; empty: everything is XLA's.
         tp: devices that the kv heads are split over.
         weight_bytes: on one device, a drafter's too.
         memory: of one device.
