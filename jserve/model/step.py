@@ -128,8 +128,8 @@ class StepModel:
     logprobs_mode: str = "raw_logprobs"
     """Option ``logprobs_mode``."""
     kernels: str = ""
-    """Level of the native kernels that compute products, attention and writes of KV; ``hopper``: a kernel computes products
-    of few rows with weights in groups; empty: XLA computes all."""
+    """Level of the native kernels that compute products, attention and writes of KV; ``hopper``: a kernel computes
+    products of few rows with weights in groups; empty: XLA computes all."""
 
     @property
     def axes(self) -> Axes:

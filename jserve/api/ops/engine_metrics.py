@@ -199,7 +199,7 @@ class EngineCollector(Collector):
         """The kernels that compute the products, as a label."""
         family = GaugeMetricFamily(
             "jserve:kernels_info",
-            "Always 1; level of the native CPU kernels, hopper where a kernel multiplies weights in groups, or xla and why.",
+            "Always 1; level of the native CPU kernels, hopper for that of weights in groups, or xla and why.",
             labels=["model_name", "level", "reason"],
         )
         info = self._engine.info
