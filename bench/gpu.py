@@ -70,9 +70,9 @@ STAGES: dict[str, Stage] = {
     "steps_30b_a3b": Stage("bench.gpu_steps", "steps_30b_a3b", 150, "batch 1: 495 tok/s, 64: 75 %"),
     "steps_v2_lite": Stage("bench.gpu_steps", "steps_v2_lite", 120, "batch 1: 610 tok/s"),
     "experts_devices": Stage("bench.gpu_experts", "experts_devices", 60, "EP against TP, EPLB"),
-    "products_numerics": Stage("bench.gpu_candidates", "products_numerics", 150, "rel < 1e-2"),
+    "products_numerics": Stage("bench.gpu_products", "products_numerics", 150, "rel < 1e-2"),
     "products_times": Stage(
-        "bench.gpu_candidates", "products_times", 240, "72 % of bytes in 4 bits, 1.05 x XLA"
+        "bench.gpu_products", "products_times", 240, "72 % of bytes in 4 bits, 1.05 x XLA"
     ),
     "candidate_numerics": Stage("bench.gpu_candidates", "candidate_numerics", 60, "rel < 1e-2"),
     "candidate_times": Stage("bench.gpu_candidates", "candidate_times", 90, "1.05 x XLA or goes"),

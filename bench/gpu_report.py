@@ -55,7 +55,7 @@ def _rate(x: Line) -> tuple[str, str]:
     return f"{x['us']:,.1f} us, {x['bytes_per_s'] / 1e12:.2f} TB/s", share
 
 
-def _contest(x: Line) -> tuple[str, str]:
+def _beside_xla(x: Line) -> tuple[str, str]:
     if "us" not in x:
         return f"{x['verdict']}, least {x['least']:.2f}" if "least" in x else x["verdict"], ""
     times = f"{x['us']:,.1f} us, XLA ({x['xla']}) {x['xla_us']:,.1f} us"
@@ -96,8 +96,8 @@ ROWS = (
     Row("steps_30b_a3b", r"30b-a3b, (batch .*|mixed .*)", _step),
     Row("steps_v2_lite", r"v2-lite, (batch .*|mixed .*)", _step),
     Row("experts_times", r".*", _rate),
-    Row("products_times", r".*", _contest),
-    Row("candidate_times", r".*", _contest),
+    Row("products_times", r".*", _beside_xla),
+    Row("candidate_times", r".*", _beside_xla),
     Row("serving", r".*/.*@\d+|S1", _served),
     Row("peers", r".*", _loop),
 )

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from bench import passes
-from bench.gpu_candidates import CONTESTS, FORMS, Contest, products, tunings
+from bench.gpu_beside_xla import Comparison
+from bench.gpu_candidates import COMPARISONS, tunings
+from bench.gpu_products import FORMS, products
 from pallas_kernels import aot
 from pallas_kernels.kv_write import Angles, Places, kv_write
 from pallas_kernels.quant_matmul import KINDS, Weights, bits, quant_matmul
@@ -21,7 +23,7 @@ from tests.pallas_kernels.test_compile import check_registers
 
 pytestmark = pytest.mark.usefixtures("h200")
 
-ALL = [c for some in (*CONTESTS, products) for c in some(False) if "flat" not in c.shape]
+ALL = [c for some in (*COMPARISONS, products) for c in some(False) if "flat" not in c.shape]
 """Logits with and without a peak are one program, and a kernel is compiled once a process."""
 FEW = {
     "[256, 128256], peak",
@@ -47,22 +49,22 @@ def check(report: aot.Report) -> None:
     assert not report.ignored
 
 
-def compiled(c: Contest, call: Any, donate: tuple[int, ...] = ()) -> aot.Report:
+def compiled(c: Comparison, call: Any, donate: tuple[int, ...] = ()) -> aot.Report:
     return aot.compile_for(call, *jax.eval_shape(lambda: c.inputs(0)), donate=donate)
 
 
-def name(c: Contest) -> str:
+def name(c: Comparison) -> str:
     return c.shape
 
 
 @pytest.mark.parametrize("c", [c for c in ALL if c.shape in FEW], ids=name)
-def test_shapes_of_models(c: Contest) -> None:
+def test_shapes_of_models(c: Comparison) -> None:
     check(compiled(c, c.ours))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("c", [c for c in ALL if c.shape not in FEW], ids=name)
-def test_every_shape_of_models(c: Contest) -> None:
+def test_every_shape_of_models(c: Comparison) -> None:
     check(compiled(c, c.ours))
 
 
@@ -70,9 +72,9 @@ def test_every_shape_of_models(c: Contest) -> None:
 @pytest.mark.parametrize(
     ("c", "tune"),
     list(tunings(False)),
-    ids=lambda x: x.shape if isinstance(x, Contest) else str(x.values()),
+    ids=lambda x: x.shape if isinstance(x, Comparison) else str(x.values()),
 )
-def test_every_tuning_that_is_timed(c: Contest, tune: dict[str, int]) -> None:
+def test_every_tuning_that_is_timed(c: Comparison, tune: dict[str, int]) -> None:
     check(compiled(c, functools.partial(c.ours, tune=tune)))
 
 
