@@ -14,14 +14,11 @@ import dataclasses
 import math
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
-from typing import NamedTuple
 
-from jserve.engine.view import PageEvent, View
 from jserve.errors import ConfigError
 from jserve.fleet.asking import Asking
-from jserve.fleet.autoscale import Autoscaler, ReplicaLoad
+from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.describe import view_of
-from jserve.fleet.page_log import PageLog
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import (
     after_prefill,
@@ -31,19 +28,18 @@ from jserve.fleet.remote_prefill import (
     ready_behind,
 )
 from jserve.fleet.roles import lacking
-from jserve.fleet.route import Asked, ReplicaChoice
+from jserve.fleet.route import ReplicaChoice
 from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.fleet.shared_pages import check_shares_pages
 from jserve.fleet.suspicion import RetryBudget
 from jserve.ports import RunnerLimits
 from jserve.sched.stats import SchedStats
-from jserve.sim.device import SimClock
 from jserve.sim.pages import SharedPages
+from jserve.sim.replica import Said, SentItem, SimReplica
 from jserve.sim.simulate import (
     Clients,
     Run,
     Setup,
-    Simulation,
     limits_of,
     no_gc,
     simulate,
@@ -54,70 +50,6 @@ from jserve.types import Finish, Output, Request
 
 VIEW_S = LOOKS_S = 0.05
 """Between two views of a replica, and between two looks for requests that had better wait elsewhere."""
-
-
-class _Said(NamedTuple):
-    """The message of a replica at the end of a step; ``number`` is that of the message."""
-
-    at: float
-    number: int
-    by: _SimReplica
-    ended: Seq[tuple[str, int]]
-    """Requests, with the tokens that were drawn."""
-    prefills: Seq[Output]
-    """Ends of prefills for other replicas."""
-    view: View | None
-    pages: list[PageEvent]
-
-
-@dataclasses.dataclass(slots=True)
-class _SentItem:
-    """A request on its way."""
-
-    item: TraceItem
-    asked: Asked
-    to: _SimReplica
-    is_prefill: bool = False
-    """Only its prompt is computed there, for whoever answers it."""
-    still_open: set[int] = dataclasses.field(init=False)
-    """Choices whose client did not hang up before the answer began."""
-
-    def __post_init__(self) -> None:
-        self.still_open = {*range(len(self.item.outputs))}
-
-
-class _SimReplica:
-    """One engine, its number at the router, and what that was told of it; it runs from ``began`` to ``ended``."""
-
-    def __init__(
-        self,
-        number: int,
-        setup: Setup,
-        limits: RunnerLimits,
-        clients: Clients,
-        shared: SharedPages | None,
-    ) -> None:
-        self.number, self.role, self.began, self.ended = number, "", 0.0, 0.0
-        self.simulation = Simulation(setup, limits, clients, clock=SimClock(), shared=shared)
-        self.log = PageLog()
-        self.simulation.scheduler.resources.cache.listener = self.log
-        self.n_sent = 0
-        self.told_at = -math.inf
-
-    @property
-    def now(self) -> float:
-        return self.simulation.clock.now
-
-    @property
-    def busy(self) -> bool:
-        return self.simulation.engine.busy
-
-    @property
-    def load(self) -> ReplicaLoad:
-        scheduler = self.simulation.scheduler
-        demand = scheduler.demand
-        queue_s = scheduler.gate.queue_s()
-        return ReplicaLoad(offered_s=demand.offered_s, saved_s=demand.saved_s, queue_s=queue_s)
 
 
 def simulated(trace: Seq[TraceItem], setup: Setup) -> Run:
@@ -139,7 +71,7 @@ def check_roles(setup: Setup) -> None:
         raise ConfigError(f"transfer_gb_s: {why}", field="transfer_gb_s")
 
 
-def _name(one: _SimReplica) -> str:
+def _name(one: SimReplica) -> str:
     """Of the autoscaler's: numbers are given again."""
     return f"{one.number} since {one.began}"
 
@@ -161,9 +93,9 @@ class FleetSimulation:
         self.router = ReplicaRouter(policy=setup.router, seed=setup.seed)
         self._asking = Asking()
         self.setup, self.limits, self.page_size = setup, limits, limits.page_size
-        self.replicas: dict[int, _SimReplica] = {}
+        self.replicas: dict[int, SimReplica] = {}
         """Those that run, by number."""
-        self.ended: list[_SimReplica] = []
+        self.ended: list[SimReplica] = []
         self.samples: list[tuple[float, int, int, int, int]] = []
         self.autoscaler = Autoscaler()
         self.n_moved = 0
@@ -179,10 +111,10 @@ class FleetSimulation:
         self._starting: list[float] = []
         """Times at which those that were started will be ready."""
         self._next_sample = 0.0
-        self._said: list[_Said] = []
+        self._said: list[Said] = []
         """A heap of the messages that the router has not heard yet."""
         self._n_said = 0
-        self._sent: dict[str, _SentItem] = {}
+        self._sent: dict[str, SentItem] = {}
         """By id of a request or prefill, in the order in which they were sent."""
         self._rebalances, self._next_look = RetryBudget(), 0.0
         for _ in range(setup.replicas):
@@ -236,18 +168,18 @@ class FleetSimulation:
         apart = self.setup.roles and may_be_remote(request)
         choice = self.router.choose_prefill(asked) if apart else None
         if choice is None:
-            sent = _SentItem(item, asked, self._chosen(self.router.choose(asked)))
+            sent = SentItem(item, asked, self._chosen(self.router.choose(asked)))
             self._submit(sent, request, at)
             return
         self._n_prefills += 1
         id = self._prefills[item.id] = f"{item.id} prompt {self._n_prefills}"
-        sent = _SentItem(item, asked, self._chosen(choice), is_prefill=True)
+        sent = SentItem(item, asked, self._chosen(choice), is_prefill=True)
         self._submit(sent, prefill_of(request, id), at)
 
-    def _chosen(self, choice: ReplicaChoice) -> _SimReplica:
+    def _chosen(self, choice: ReplicaChoice) -> SimReplica:
         return self.replicas[choice.replica]
 
-    def _submit(self, sent: _SentItem, request: Request, now: float) -> None:
+    def _submit(self, sent: SentItem, request: Request, now: float) -> None:
         """Hand ``request`` to the replica of ``sent``."""
         to, self._sent[request.id] = sent.to, sent
         if not to.busy:
@@ -272,7 +204,7 @@ class FleetSimulation:
             self._take_prefill(prefill)
             sent.to.simulation.engine.cancel(prefill)
 
-    def _take_prefill(self, id: str) -> _SentItem | None:
+    def _take_prefill(self, id: str) -> SentItem | None:
         """The prefill ``id``, which nobody computes or wants any more; None: nobody did before."""
         sent = self._sent.pop(id, None)
         if sent is not None:
@@ -289,7 +221,7 @@ class FleetSimulation:
         item = prefill.item
         request = self._request(item)
         asked = ready_behind(self._asking.of(request, self.page_size), ready=is_done(end))
-        sent = _SentItem(item, asked, self._chosen(self.router.choose(asked)))
+        sent = SentItem(item, asked, self._chosen(self.router.choose(asked)))
         self._submit(sent, after_prefill(request, prefill.still_open, ""), now)
 
     def _request(self, item: TraceItem) -> Request:
@@ -331,7 +263,7 @@ class FleetSimulation:
         apart = sent.is_prefill or sent.asked.n_ready > 0
         return not apart and not self.clients.records.open[id].attempt
 
-    def _move(self, sent: _SentItem, now: float) -> None:
+    def _move(self, sent: SentItem, now: float) -> None:
         """The request, which is ``sent`` no longer, goes to the cheapest other replica."""
         item = sent.item
         sent.to.simulation.engine.cancel(item.id)
@@ -342,9 +274,9 @@ class FleetSimulation:
         candidate.out = out
         self.clients.records.open[item.id].attempt += 1
         self.n_moved += 1
-        self._submit(_SentItem(item, sent.asked, to), self._request(item), now)
+        self._submit(SentItem(item, sent.asked, to), self._request(item), now)
 
-    def _step(self, one: _SimReplica) -> None:
+    def _step(self, one: SimReplica) -> None:
         outputs = one.simulation.advance()
         prefills = [out for out in outputs if self._ends_prefill(out)]
         if prefills:
@@ -361,7 +293,7 @@ class FleetSimulation:
 
     def _say(
         self,
-        one: _SimReplica,
+        one: SimReplica,
         ended: Seq[tuple[str, int]] = (),
         prefills: Seq[Output] = (),
         *,
@@ -377,7 +309,7 @@ class FleetSimulation:
             view = view_of(one.simulation.scheduler, n_taken, page_s=engine.page_s)
             pages = one.log.take()
         self._n_said += 1
-        said = _Said(one.now, self._n_said, one, ended, prefills, view, pages)
+        said = Said(one.now, self._n_said, one, ended, prefills, view, pages)
         heappush(self._said, said)
 
     def _hear(self, now: float) -> None:
@@ -419,11 +351,11 @@ class FleetSimulation:
             worst = min(stay, key=lambda one: saved_s.get(_name(one), 0.0))
             self.router.candidates[worst.number].out = True
 
-    def _leaves(self, one: _SimReplica) -> bool:
+    def _leaves(self, one: SimReplica) -> bool:
         return self.router.candidates[one.number].out
 
     def _join(self, now: float) -> None:
-        made = _SimReplica(self.router.join(), self.setup, self.limits, self.clients, self._shared)
+        made = SimReplica(self.router.join(), self.setup, self.limits, self.clients, self._shared)
         made.began = made.simulation.clock.now = now
         if self.setup.roles:
             made.role = lacking(self.setup.roles, [one.role for one in self.replicas.values()])
@@ -433,7 +365,7 @@ class FleetSimulation:
         self._hear(now)
         made.told_at = -math.inf  # it says how its first step went too
 
-    def _leave(self, one: _SimReplica, now: float) -> None:
+    def _leave(self, one: SimReplica, now: float) -> None:
         self._hear(one.now)
         one.ended = now
         self.ended.append(self.replicas.pop(one.number))

@@ -1,0 +1,86 @@
+"""A simulated replica as the simulated front knows it: its engine, what was sent to it, and what it says.
+
+It owns no decision: ``sim.fleet`` has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from jserve.engine.view import PageEvent, View
+from jserve.fleet.autoscale import ReplicaLoad
+from jserve.fleet.page_log import PageLog
+from jserve.fleet.route import Asked
+from jserve.ports import RunnerLimits
+from jserve.sim.device import SimClock
+from jserve.sim.pages import SharedPages
+from jserve.sim.simulate import Clients, Setup, Simulation
+from jserve.sim.trace import TraceItem
+from jserve.types import Output
+
+
+class Said(NamedTuple):
+    """The message of a replica at the end of a step; ``number`` is that of the message."""
+
+    at: float
+    number: int
+    by: SimReplica
+    ended: Seq[tuple[str, int]]
+    """Requests, with the tokens that were drawn."""
+    prefills: Seq[Output]
+    """Ends of prefills for other replicas."""
+    view: View | None
+    pages: list[PageEvent]
+
+
+@dataclasses.dataclass(slots=True)
+class SentItem:
+    """A request on its way."""
+
+    item: TraceItem
+    asked: Asked
+    to: SimReplica
+    is_prefill: bool = False
+    """Only its prompt is computed there, for whoever answers it."""
+    still_open: set[int] = dataclasses.field(init=False)
+    """Choices whose client did not hang up before the answer began."""
+
+    def __post_init__(self) -> None:
+        self.still_open = {*range(len(self.item.outputs))}
+
+
+class SimReplica:
+    """One engine, its number at the router, and what that was told of it; it runs from ``began`` to ``ended``."""
+
+    def __init__(
+        self,
+        number: int,
+        setup: Setup,
+        limits: RunnerLimits,
+        clients: Clients,
+        shared: SharedPages | None,
+    ) -> None:
+        self.number, self.role, self.began, self.ended = number, "", 0.0, 0.0
+        self.simulation = Simulation(setup, limits, clients, clock=SimClock(), shared=shared)
+        self.log = PageLog()
+        self.simulation.scheduler.resources.cache.listener = self.log
+        self.n_sent = 0
+        self.told_at = -math.inf
+
+    @property
+    def now(self) -> float:
+        return self.simulation.clock.now
+
+    @property
+    def busy(self) -> bool:
+        return self.simulation.engine.busy
+
+    @property
+    def load(self) -> ReplicaLoad:
+        scheduler = self.simulation.scheduler
+        demand = scheduler.demand
+        queue_s = scheduler.gate.queue_s()
+        return ReplicaLoad(offered_s=demand.offered_s, saved_s=demand.saved_s, queue_s=queue_s)
