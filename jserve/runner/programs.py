@@ -164,7 +164,7 @@ class Programs:
         compiler: Compiler | None = None,
     ) -> None:
         self.model = model
-        self._options, self._compiler = options, compiler or Compiler()
+        self.options, self._compiler = options, compiler or Compiler()
         self.buckets = tuple(buckets)
         self.stateful = {
             feature.name: feature
@@ -274,7 +274,7 @@ class Programs:
                 self._steps[job] = self._make(name, self._step_of(job), args, job)
 
     def _make(self, name: str, jitted: Any, args: tuple[Any, ...], about: Any = None) -> Any:
-        return self._compiler(name, jitted, *args, options=self._options, about=about)
+        return self._compiler(name, jitted, *args, options=self.options, about=about)
 
     def _step_of(self, bucket: Bucket) -> Any:
         step = make_step(self.model, bucket)

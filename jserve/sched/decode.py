@@ -93,10 +93,8 @@ class DecodePlanner:
 
     def _verify(self, builder: PlanBuilder, ready: list[Sequence], chosen: list[Seq[int]]) -> None:
         """Rows with drafts, as far as budget, length and free pages allow them."""
-        spare, proposer = (
-            builder.tokens_left - len(self.resources.running),
-            self.speculation.proposer,
-        )
+        spare = builder.tokens_left - len(self.resources.running)
+        proposer = self.speculation.proposer
         for seq, drafts in zip(ready, chosen, strict=True):
             if seq.lease is None:
                 continue

@@ -44,8 +44,8 @@ class StepCost:
 
 
 def step_cost(runner: ModelRunner, bucket: Bucket, repeats: int) -> StepCost:
-    """Times a step of made-up greedy rows that fill ``bucket``, and its twin in turns. What slots and pages hold is
-    lost; nothing is in flight. Of mode manual: the collectives of mode auto are in no trace."""
+    """Times a step of made-up greedy rows that fill ``bucket``, and its twin, compiled alike, in turns. What slots and
+    pages hold is lost; nothing is in flight. Of mode manual: the collectives of mode auto are in no trace."""
     args, step = runner.made_up(bucket), make_step(runner.model, bucket)
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     tree = jax.tree.structure(shapes)
@@ -56,7 +56,7 @@ def step_cost(runner: ModelRunner, bucket: Bucket, repeats: int) -> StepCost:
 
     programs = (
         runner.programs.step(bucket),
-        jax.jit(twin, donate_argnums=(1,)).lower(*args).compile(),
+        jax.jit(twin, donate_argnums=(1,)).lower(*args).compile(runner.programs.options),
     )
     params, state, buf = args
     seconds: list[list[float]] = [[], []]

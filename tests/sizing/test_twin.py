@@ -85,3 +85,18 @@ def test_a_cost_counts_the_collectives_of_the_program_and_times_both(
     )
     assert runner.state is not before
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(runner.state))
+
+
+def test_a_twin_is_compiled_as_the_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what differs is the compiler's work too."""
+    runner = make_runner(STEPS, tp=2)
+    options = {"xla_backend_optimization_level": "1"}
+    monkeypatch.setattr(runner.programs, "options", options)
+    compile, asked = jax.stages.Lowered.compile, []
+    monkeypatch.setattr(
+        jax.stages.Lowered,
+        "compile",
+        lambda self, options=None: asked.append(options) or compile(self, options),
+    )
+    step_cost(runner, STEPS[0], 1)
+    assert asked == [options]
