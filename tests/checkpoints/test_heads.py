@@ -193,6 +193,7 @@ def test_heads_learn(name, target, tiny_tokenizer):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_a_resumed_run_is_the_same_run(name, target, tiny_tokenizer, tmp_path):
     config = HEADS[name]

@@ -159,7 +159,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_page_that_is_lost_or_broken_is_computed_again(how, tmp_path):
     world = World(tmp_path, tmp_path)
@@ -206,6 +206,7 @@ def test_the_server_gives_what_the_directory_has(tmp_path):
     world.first.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_a_miss(tmp_path):
     world = World(tmp_path / "a", tmp_path / "b", with_server=True)
     address = world.first.runner.report()["kv_transfer_address"]  # type: ignore[attr-defined]

@@ -93,6 +93,7 @@ def test_pages_taken_one_by_one_change_no_token(kind):
     engine.scheduler.resources.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 def test_a_restart_finds_them_on_disk(kind, tmp_path):
     device = with_tiers(kind, tmp_path)

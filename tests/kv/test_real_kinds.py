@@ -94,6 +94,7 @@ def test_cached_equals_cold_also_through_host_memory(kind):
     check_the_way_through_host_memory(runner(kind), overlap=1)
 
 
+@pytest.mark.slow
 def test_every_device_holds_all_latents():
     """So a page is as large on each of two devices as on one, and once in host memory."""
     one, two = runner("latent"), runner("latent", 2)
@@ -124,6 +125,7 @@ def test_latents_come_back_from_the_disk_as_they_went(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_pages_behind_a_chunk_are_given_back():
     """Where every layer has chunks a text passes through a pool that is smaller than it, and draws what it draws
     where nothing is given back."""

@@ -281,6 +281,7 @@ def test_cached_equals_cold_in_8_bits(n_prompt):
     check_the_way_through_host_memory(device, overlap=1)
 
 
+@pytest.mark.slow
 def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
     """A quarter of the bytes of float32, under an identity of their own."""
     prompts, eight = [text(41, seed=s) for s in range(3)], {"kv_cache_dtype": "fp8_e4m3"}

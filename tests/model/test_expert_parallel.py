@@ -69,6 +69,7 @@ def alone() -> np.ndarray:
     return logits(driver(1, 1))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("ep", "tp", "spare"),
     [

@@ -41,6 +41,7 @@ QUICK = ("gemma3", "phi3-longrope", "deepseek-v3")
 """A norm on each head, fused tensors, latents: what splits differently from Llama."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )
@@ -52,6 +53,7 @@ def test_devices_agree(case: str) -> None:
         assert np.abs(logits(tp) - one).max() < 1e-5 * np.ptp(one), f"{tp} devices"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [c if c in ("gpt-oss", "cohere2") else pytest.param(c, marks=pytest.mark.slow) for c in CASES],

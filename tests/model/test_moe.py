@@ -73,7 +73,7 @@ def _scores(router: Router, logits: np.ndarray) -> jax.Array:
     return (jax.nn.sigmoid if router.score == "sigmoid" else jax.nn.softmax)(logits)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ROUTERS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

@@ -82,6 +82,7 @@ def test_what_runs_beside_a_decoded_token_changes_no_bit() -> None:
         assert np.abs(got - want[i]).max() < 1e-5 * np.ptp(want)
 
 
+@pytest.mark.slow
 def test_experts_may_lie_apart_from_the_dense_width() -> None:
     """Whole on every device while the rest is split, and the other way round."""
     want = whole(driver())

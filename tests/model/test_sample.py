@@ -234,7 +234,7 @@ def test_the_chi_square_test_sees_a_wrong_distribution(break_it, monkeypatch):
     _fails(monkeypatch)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -398,6 +398,7 @@ def _thinking_draws(mask_V: np.ndarray, redraw: int, n: int, temperature: float 
     )
 
 
+@pytest.mark.slow
 def test_a_thought_begins_as_often_as_without_a_mask_and_the_answer_keeps_its_distribution():
     n, raw_V = 20_000, np.full(V, -20.0, np.float32)
     raw_V[[OPEN, 40, 80, 200, 250]] = np.log([0.6, 0.1, 0.1, 0.1, 0.1])

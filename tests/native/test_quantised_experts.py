@@ -102,6 +102,7 @@ def by(moe: Moe, p: Any, args: Any, level: str) -> np.ndarray:
         return np.asarray(jax.jit(partial(through, in_place, moe))(p, *map(jnp.asarray, args)))
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", FORMS)
 def test_experts_in_every_form(level: str, name: str) -> None:
     form = FORMS[name]

@@ -191,6 +191,7 @@ def test_every_slot_has_the_weights_of_its_expert() -> None:
             np.testing.assert_array_equal(got, want[slot_S])
 
 
+@pytest.mark.slow
 def test_a_reset_keeps_the_places_and_new_weights_begin_anew() -> None:
     of = moving()
     balancer = of._experts

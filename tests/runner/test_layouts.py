@@ -91,6 +91,7 @@ def host_params(tp: int) -> Any:
     return jax.tree.map(np.asarray, tiny_params(mesh_of(Sharding.of(f"tp={tp}"))))
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SPECS]
 )

@@ -215,6 +215,7 @@ def test_a_chunk_in_mid_prompt_draws_nothing_and_cannot_fail() -> None:
     assert result.faults == {}
 
 
+@pytest.mark.slow
 def test_no_feature_hides_logits_of_the_model_that_are_not_finite() -> None:
     params = tiny_params(runner().model.mesh)
     bad = jax.tree.map(lambda x: x * jnp.nan, params)

@@ -128,11 +128,13 @@ def ttft(run: Run) -> float:
     return report(run)["lanes"]["all"]["ttft_ms"]["p90"]
 
 
+@pytest.mark.slow
 def test_replicas_that_start_late_cost_what_waits_for_them():
     soon, late = (scaled(RAMP, max_replicas=8, start_s=s) for s in (5.0, 120.0))
     assert ttft(soon) < 0.7 * ttft(late)
 
 
+@pytest.mark.slow
 def test_a_run_that_scales_repeats():
     first, again = (scaled(RAMP, max_replicas=4, start_s=20.0) for _ in range(2))
     assert first.records.done == again.records.done

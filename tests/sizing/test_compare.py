@@ -73,6 +73,7 @@ def test_a_simulation_takes_the_priced_collectives_and_a_devices_weights() -> No
     assert caught.value.field == "memory_utilization"
 
 
+@pytest.mark.slow
 def test_the_command_simulates_a_load_over_the_prices() -> None:
     words = ["--spec", "tp=1", "--spec", "dp=2,tp=1", "--simulate", "--json"]
     load = ["--trace", "rate=200,n=60,prompt=200,output=20", "--dtype", "bfloat16"]

@@ -175,7 +175,7 @@ def test_the_winner_is_a_file_that_serves(tmp_path: Path) -> None:
     assert none.exit_code == 1
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("tp", "ep", "replicas", "sharding", "processes"),
     [

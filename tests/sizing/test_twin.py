@@ -50,6 +50,7 @@ def abstract_buf(model: Any, bucket: Bucket) -> Any:
     return jax.ShapeDtypeStruct((buffer_size(model.fields(bucket)),), np.int32)
 
 
+@pytest.mark.slow
 def test_of_one_device_the_twin_is_the_step() -> None:
     runner = make_runner(STEPS)
     args, step = runner.made_up(STEPS[0]), make_step(runner.model, STEPS[0])

@@ -169,7 +169,7 @@ def on_groups(model: Model, source: Any, spare: int, ep: int = 2, tp: int = 2) -
     return load(model.family, model.arch, source, mesh, rules, BF16)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("spare", [0, 2])
 def test_experts_over_devices_come_from_every_source(tmp_path: Path, name: str, spare: int) -> None:

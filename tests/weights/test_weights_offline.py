@@ -59,6 +59,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(path.iterdir())}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "wish",
     [

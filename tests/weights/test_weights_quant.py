@@ -139,6 +139,7 @@ def said(x: Any) -> str:
     return " ".join([form.kind, *group, *(name for name, has in flags.items() if has)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_stands_for_these_matrices(tmp_path: Path, name: str) -> None:
     check_matrices(Written(tmp_path, FORMATS[name]), FORMATS[name].form, (1, 4))
@@ -165,6 +166,7 @@ def check_matrices(model: Written, form: str, sizes: tuple[int, ...]) -> None:
 LOGITS = ["pack-quantized, zeros", "gptq ordered", "nvfp4"]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", LOGITS)
 def test_logits_are_those_of_the_widened_matrices(tmp_path: Path, name: str) -> None:
     model, bucket = Written(tmp_path, FORMATS[name]), Bucket(D=2, P=24, F=1)

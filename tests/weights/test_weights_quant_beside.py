@@ -37,6 +37,7 @@ QWEN2 = CONFIG | {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["awq", "gptq ordered", "fp8 blocks", "int-quantized, zeros"])
 def test_biases_and_tied_heads_stay_beside_quantised_matrices(tmp_path: Path, name: str) -> None:
     model = Written(tmp_path, FORMATS[name], base=QWEN2)
@@ -55,6 +56,7 @@ HEADS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", HEADS)
 def test_a_quantised_head_stays_so(tmp_path: Path, name: str) -> None:
     """Over the vocabulary of several devices, too."""
@@ -75,7 +77,7 @@ def test_the_method_of_auto_round_has_two_names() -> None:
         assert (a.modules, a.reader) == (b.modules, b.reader)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("name", FORMATS)
 def test_convert_keeps_the_form(tmp_path: Path, name: str) -> None:
     """On two devices, too, where these cut no group and share no inputs that are in an order."""

@@ -22,6 +22,7 @@ def started(path: Path, **options: Any) -> dict[str, Any]:
     return build.engine(EngineConfig.of(**OPTIONS | {"model": str(path)} | options))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
