@@ -104,7 +104,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Modules and tests are looked through no more: that took an eighth of the time."""
     gc.enable()
-    gc.freeze()
+    if "hypothesis" in sys.modules:  # which asks the collector who holds trio's dice, once, when it is imported
+        gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)
 
 
