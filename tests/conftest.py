@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Modules and tests are looked through no more: that took an eighth of the time."""
     gc.enable()
-    if "hypothesis" in sys.modules:  # which asks the collector who holds trio's dice, once, when it is imported
+    if "hypothesis" in sys.modules:  # it asks once, when imported, who holds trio's dice
         gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)
 
