@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -71,9 +70,9 @@ class Watched:
 
 
 @pytest.fixture
-def engine(runner: ModelRunner) -> Iterator[Engine]:
+def engine(runner: ModelRunner) -> Engine:
     config = equal.EngineConfig.of(**equal.OPTIONS | {"prefix_caching": True})
-    yield Engine(Scheduler(runner.limits, config), Watched(runner))  # type: ignore[arg-type]
+    return Engine(Scheduler(runner.limits, config), Watched(runner))  # type: ignore[arg-type]
 
 
 def outputs(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
@@ -145,7 +144,6 @@ def test_a_request_keeps_its_kind_however_often_it_is_preempted(runner: ModelRun
     for seed in range(2):
         way = dataclasses.replace(equal.PLAIN, overlap=1, budget=32, prefix_caching=True)
         rng = random.Random(seed)
-        assert equal.run(runner, kinds(), way, rng, preempts=True).items() >= {}.items()
         got = equal.run(runner, kinds(), way, rng, preempts=True)
         assert {k: v[0] for k, v in got.items()} == {k: v[0] for k, v in alone.items()}
 
