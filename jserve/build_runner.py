@@ -22,7 +22,7 @@ from jserve.model.mesh import n_parts
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.native import HOPPER, chosen
 from jserve.model.quant import bytes_by_form, form_name, n_bytes
-from jserve.model.rope import for_context
+from jserve.model.rope import for_requests
 from jserve.runner import selftest
 from jserve.runner.layout import partitionable, placement
 from jserve.runner.program_files import ProgramFiles, Unusable
@@ -58,7 +58,7 @@ def runner_of(
     dtype = _dtype(config, source)
     scheme = _scheme(config, source, dtype)
     family = quantised(family_for(source.config), scheme)
-    arch = for_context(family.arch(source.config), config.model.max_model_len)
+    arch = for_requests(family.arch(source.config), config.model.max_model_len)
     if is_multimodal(source.config):
         log.info(served_as_text(source.config))
     mesh, rules = placement(config, mesh)

@@ -61,8 +61,8 @@ class FunctionalModel:
 def model(
     source: str | Path | Mapping[str, Any], *, dtype: Any = "float32", max_model_len: int = 0
 ) -> FunctionalModel:
-    """The model of a directory, or of a config.json as a mapping; no weights are read. ``max_model_len`` as the
-    engine's option: beyond a model's original context longrope has other factors.
+    """The model of a directory, or of a config.json as a mapping; no weights are read. ``max_model_len``
+    beyond a model's original context gives all texts longrope's long factors, where the engine decides by request.
 
     Raises:
         ConfigError: the architecture or one of its keys is not supported, or the checkpoint is quantised.

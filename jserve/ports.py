@@ -49,6 +49,8 @@ class RunnerLimits:
     page_size: int
     max_model_len: int
     vocab_size: int
+    short_context: int = 0
+    """Tokens up to which texts have longrope's short factors; 0: all texts have the same."""
     masks: bool = True
     """False refuses structured output (no program takes a mask)."""
     scores_prompts: bool = True

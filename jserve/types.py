@@ -60,6 +60,9 @@ class Request(RequestOptions):
     """Its outputs carry this number, so that those of an attempt that was given up are known as such."""
     kv_name: str = ""
     """The scheduler's: names what its step features change of its KV; "": nothing."""
+    is_long: bool = False
+    """The scheduler's: it may outgrow ``RunnerLimits.short_context``, so longrope's long factors are in its KV. Where
+    it is submitted so it stays so, as the prompt of another request is computed."""
     said: tuple[tuple[int, ...] | None, ...] = ()
     """For each choice the ids that earlier attempts told, behind which this one goes on; None: that choice
     is over. (): nothing came before this attempt."""

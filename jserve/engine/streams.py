@@ -36,7 +36,7 @@ class Stream:
     """The outputs of ``request`` that its consumer has not taken yet.
 
     Attributes:
-        request: as it was asked.
+        request: as it was asked; of a fleet, with ``is_long`` decided.
         attempt: the number of the attempt whose outputs count.
         open: choices without a terminal output.
         said: for each choice the ids that came.

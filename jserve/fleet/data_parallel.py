@@ -225,8 +225,9 @@ class DataParallelEngine:
     # -- places
 
     def _asked(self, request: Request) -> Asked:
-        weights = self.engines[0].scheduler.resources.cache.weights
-        return self._asking.of(request, self._page_size, weights=weights)
+        scheduler = self.engines[0].scheduler
+        weights, named = scheduler.resources.cache.weights, scheduler.with_kv_name(request)
+        return self._asking.of(named, self._page_size, weights=weights)
 
     def _place(self, request: Request, asked: Asked, bound: int | None) -> None:
         for i, (engine, log) in enumerate(zip(self.engines, self._logs, strict=True)):

@@ -154,6 +154,7 @@ class FleetEngine(EngineFace):
         told(STARTING, n, n)
         self._info = dict(self.members[0].info)
         self._placement.page_size = self._info["page_size"]
+        self._placement.short_context = self._info["short_context"]
         self._spawn(self._watch())
         return self._info
 

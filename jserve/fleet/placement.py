@@ -32,6 +32,7 @@ from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.sent import Sent, SentRequests
 from jserve.fleet.suspicion import RetryBudget, Suspicion
 from jserve.ports import Clock
+from jserve.sched.admission import check as admission
 from jserve.types import Finish, Lane, Output, Request
 
 
@@ -50,6 +51,7 @@ class RequestPlacement:
 
     Attributes:
         page_size: tokens of a KV page; 0 before the first replica is ready.
+        short_context: as of ``RunnerLimits``.
         closed: nothing is handed over any more.
         n_moved: requests that went on elsewhere though their replica lives.
     """
@@ -80,7 +82,7 @@ class RequestPlacement:
         self.audits = Audits(
             self.sent, self._choose_other, lambda: rollout.busy, share=audit_share, clock=clock
         )
-        self.page_size, self.closed, self.n_moved = 0, False, 0
+        self.page_size, self.short_context, self.closed, self.n_moved = 0, 0, False, 0
 
     @property
     def _ready(self) -> list[Member]:
@@ -89,8 +91,9 @@ class RequestPlacement:
     def place(self, stream: Stream, ttl_s: float | None) -> None:
         """As ``EngineFace._place``."""
         self.audits.drop(stream.request.id)
-        self.hedging.placed(stream.request)
-        request, router = stream.request, self.router
+        is_long, router = admission.is_long(stream.request, self.short_context), self.router
+        stream.request = request = replace(stream.request, is_long=is_long)
+        self.hedging.placed(request)
         asked = self.asked_of(request)
         bound = self._bound_to(request, ttl_s)
         if bound is None and self._roles and may_be_remote(request):

@@ -88,7 +88,7 @@ def may_be_remote(request: Request) -> bool:
 
 def prefill_of(request: Request, id: str) -> Request:
     """The request that computes the prompt of ``request`` and exports its KV. What it draws is thrown away; fields that
-    name its KV (tenant, salt, adapter, steering) are the same."""
+    name its KV (tenant, salt, adapter, steering, longrope's factors) are the same."""
     own = {name: getattr(request, name) for name in ("tenant", "cache_salt", "priority", "lane")}
     extra = request.params.extra_args
     return Request.of(
@@ -97,6 +97,7 @@ def prefill_of(request: Request, id: str) -> Request:
         prompt_ids=request.prompt_ids,
         params=SamplingParams(max_tokens=1, temperature=0.0, extra_args=extra),
         adapter=request.adapter,
+        is_long=request.is_long,
         exports_kv=True,
     )
 

@@ -33,7 +33,8 @@ from jserve.kv.retention import EVERYONE, SESSION, Keep, strongest
 from jserve.window import NOTHING, Window
 
 RootKey = tuple[str, str, str | None] | tuple[str, str, str | None, str]
-"""(tenant, cache salt, adapter), and of weights that replaced the first ones their name."""
+"""(tenant, cache salt, what else its KV comes from: an adapter, steering, longrope's long factors; else None), and of
+weights that replaced the first ones their name."""
 
 
 class Node:

@@ -37,9 +37,11 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
     """Of longrope: what each frequency is divided by."""
     long_factors: tuple[float, ...] = ()
-    """The same in a context beyond ``original_max_position``."""
+    """The same for texts that outgrow ``original_max_position``."""
     longest: int = 0
     """Tokens of context under ``long_factors``."""
+    by_row: bool = False
+    """Each row of a step says which of the two it has (``view.LONG``); else all have ``factors``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

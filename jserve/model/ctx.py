@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
-from jserve.model.arch import Arch, DecoderLayer
+from jserve.model.arch import Arch, DecoderLayer, Rope
 from jserve.model.attention import AttentionBackend
 from jserve.model.collectives import gather, own_columns, own_rows, reduce, reduce_scatter
 from jserve.model.mesh import MeshAxis
@@ -68,9 +68,13 @@ class Ctx:
 
     def with_tables(self) -> Ctx:
         """The same for layers: with the tables of the view's positions."""
-        arch, pos_T = self.arch, self.view.pos_T
-        tables = tuple(rope_tables(rope, arch.H, pos_T) for rope in arch.ropes)
+        tables = tuple(self.tables_at(rope, self.view.pos_T) for rope in self.arch.ropes)
         return replace(self, tables=tables)
+
+    def tables_at(self, rope: Rope, pos_T: jax.Array) -> Tables:
+        """Of the view's tokens, as if they were at ``pos_T``."""
+        by_row = rope.scaling is not None and rope.scaling.by_row
+        return rope_tables(rope, self.arch.H, pos_T, self.view.long_T if by_row else None)
 
     def at(self, layer: int, places: Placement | None = None, points: tuple[str, ...] = ()) -> Ctx:
         """The same for a layer like ``layer``, whose experts have these places, and of which ``points`` are read."""

@@ -131,8 +131,8 @@ _KEYS = {
 
 
 def _longrope(config: Config, raw: Config, key: str, turned: int) -> RopeScaling:
-    """The short factors, and the length up to which they hold; ``rope.for_context`` puts the long ones in their
-    place."""
+    """The short factors, and the length up to which they hold; ``rope.for_requests`` says where the long ones
+    do."""
     if not turned:
         refuse(key, "type longrope is not supported in this family")
     short, long = (

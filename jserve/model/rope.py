@@ -24,31 +24,48 @@ from jserve.model.arch import Arch, Rope, RopeScaling
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
+def for_requests(arch: Arch, n_tokens: int) -> Arch:
+    """``arch`` as an engine serves texts of up to ``n_tokens`` tokens: beyond longrope's original context each row
+    has the factors of its request, which ``short_context`` decides for its whole life. transformers decides by the
+    length that a text has reached, so that its KV has to be computed anew once it outgrows the original context."""
+    return _beyond(arch, n_tokens, lambda s: replace(s, by_row=True))
+
+
 def for_context(arch: Arch, n_tokens: int) -> Arch:
-    """``arch`` as it serves texts of up to ``n_tokens`` tokens: beyond longrope's original context all texts
-    have its long factors, as in vLLM. transformers decides by the length of each text, so that KV of a text
-    that grows beyond it has to be computed anew."""
-    if n_tokens <= arch.max_position or not any(map(_grows, arch.ropes)):
+    """``arch`` with longrope's long factors for all texts, where ``n_tokens`` are more than its original context."""
+    return _beyond(
+        arch, n_tokens, lambda s: replace(s, factors=s.long_factors, long_factors=(), by_row=False)
+    )
+
+
+def short_context(arch: Arch) -> int:
+    """The most tokens that a text may reach to have the short factors in all rows that it has; 0: rows have the same
+    factors whatever their text may reach."""
+    by_row = (r.scaling for r in arch.ropes if r.scaling is not None and r.scaling.by_row)
+    return min((s.original_max_position for s in by_row), default=0)
+
+
+def _beyond(arch: Arch, n_tokens: int, change: Callable[[RopeScaling], RopeScaling]) -> Arch:
+    """``arch`` with ropes of two kinds of factors changed, where ``n_tokens`` do not fit its context."""
+    two = [r.scaling for r in arch.ropes if r.scaling is not None and r.scaling.long_factors]
+    if n_tokens <= arch.max_position or not two:
         return arch
-    layers = [replace(x, attn=replace(x.attn, rope=_long(x.attn.rope))) for x in arch.layers]
-    longest = max(r.scaling.longest for r in arch.ropes if r.scaling is not None)
-    return replace(arch, layers=tuple(layers), max_position=longest)
+
+    def changed(rope: Rope | None) -> Rope | None:
+        if rope is None or rope.scaling is None or not rope.scaling.long_factors:
+            return rope
+        return replace(rope, scaling=change(rope.scaling))
+
+    layers = [replace(x, attn=replace(x.attn, rope=changed(x.attn.rope))) for x in arch.layers]
+    return replace(arch, layers=tuple(layers), max_position=max(s.longest for s in two))
 
 
-def _grows(rope: Rope | None) -> bool:
-    return rope is not None and rope.scaling is not None and bool(rope.scaling.long_factors)
-
-
-def _long(rope: Rope | None) -> Rope | None:
-    if rope is None or rope.scaling is None or not _grows(rope):
-        return rope
-    s = replace(rope.scaling, factors=rope.scaling.long_factors, long_factors=())
-    return replace(rope, scaling=s)
-
-
-def rope_tables(rope: Rope, H: int, pos_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(
+    rope: Rope, H: int, pos_T: jax.Array, long_T: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Two float32[T, 2, h/2] for absolute positions int32[T]: (cos, cos) and (-sin, sin); h is ``rope.rotary`` or,
-    where that is 0, the head size H. Of pairs float32[T, h/2, 2].
+    where that is 0, the head size H. Of pairs float32[T, h/2, 2]. ``long_T``: bool[T], tokens that have longrope's
+    long factors, where it is by row.
 
     Concatenated on purpose: XLA:CPU would fuse a bare cosine into every use and evaluate it for
     every head of every layer.
@@ -59,6 +76,9 @@ def rope_tables(rope: Rope, H: int, pos_T: jax.Array) -> tuple[jax.Array, jax.Ar
         freq, scale = _dynamic(h, rope.theta, s, pos_T1), 1.0
     else:
         freq, scale = inverse_frequencies(h, rope.theta, s)
+    if s is not None and long_T is not None:
+        far = replace(s, factors=s.long_factors)
+        freq = jnp.where(long_T[:, None], inverse_frequencies(h, rope.theta, far)[0], freq)
     angle_TH = pos_T1 * freq
     cos_TH, sin_TH = jnp.cos(angle_TH) * scale, jnp.sin(angle_TH) * scale
     axis = 2 if rope.pairs else 1

@@ -22,7 +22,7 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.attention import AttentionBackend, Sinks
 from jserve.model.ctx import Ctx
-from jserve.model.rope import rope_tables, rotate
+from jserve.model.rope import rotate
 
 
 def with_sinks(arch: Arch, attention: AttentionBackend, n: int) -> Arch:
@@ -51,5 +51,5 @@ def sinks_of(ctx: Ctx, q_TNH: jax.Array) -> Sinks | None:
     if rope is None:
         return Sinks(n=arch.sinks, q_TNH=q_TNH)
     place_T = jnp.minimum(ctx.view.pos_T, arch.sinks + ctx.window - 1)
-    tables = rope_tables(rope, arch.H, place_T)
+    tables = ctx.tables_at(rope, place_T)
     return Sinks(n=arch.sinks, q_TNH=rotate(q_TNH, *tables, pairs=rope.pairs))

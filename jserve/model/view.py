@@ -34,6 +34,8 @@ from jserve.sampling import MAX_LOGPROBS, MAX_STOP_IDS
 
 # Bits of ``flags``: what any row of the step needs, so that lax.cond can skip the rest.
 RANDOM, TRUNCATE, PENALTY, BIAS, BAD_WORDS, LOGPROBS, MIN_TOKENS = (1 << i for i in range(7))
+LONG = 1 << 7
+"""Of ``uses_R`` alone: the row's text has longrope's long factors (``Request.is_long``)."""
 
 N_STOP_IDS = MAX_STOP_IDS + 8
 """Stop ids of a request and end-of-sequence ids of a model that one row holds."""
@@ -255,7 +257,7 @@ class StepView:
     """int32: start + count, the context of the row's last token; 0 for an unused row."""
     emit_R: jax.Array
     uses_R: jax.Array
-    """int32: the flag bits that this row needs."""
+    """int32: the flag bits that this row needs, and ``LONG``."""
     page_table_RM: jax.Array
     temperature_R: jax.Array
     top_p_R: jax.Array
@@ -288,6 +290,12 @@ class StepView:
     """Of each group of layers; empty: ``page_table_RM`` and ``write_page_T`` are those of all layers."""
     places: tuple[tuple[int, int], ...] = jax.tree.static(default=())
     """As ``KVGroups.places``."""
+
+    @property
+    def long_T(self) -> jax.Array:
+        """bool: tokens of rows that are ``LONG``."""
+        last = self.uses_R.shape[0] - 1
+        return (self.uses_R[jnp.minimum(self.row_T, last)] & LONG) > 0
 
     def array(self, layer: int) -> int:
         """Number of the pool's array that has the KV of ``layer``."""

@@ -25,6 +25,7 @@ from jserve.model.view import (
     BAD_WORDS,
     BIAS,
     LOGPROBS,
+    LONG,
     MIN_TOKENS,
     N_STOP_IDS,
     PENALTY,
@@ -128,7 +129,7 @@ class Packer:
         for feature in bucket.features:
             at = [*range(n), *range(bucket.D, bucket.D + needs.F)]
             feature.pack(views, rows, at, self.dims)
-        flags = int(np.bitwise_or.reduce(views["uses_R"]))
+        flags = int(np.bitwise_or.reduce(views["uses_R"])) & ~LONG
         views["flags"][...], views["n_decode"][...], views["n_prefill"][...] = flags, n, needs.F
         self._plan_attention(views, bucket, self.dims)
         views["start_R"][:n] = -1
@@ -229,7 +230,7 @@ def _prefill(bucket: Bucket, needs: Needs) -> slice:
 
 def _fill(known: dict[str, np.ndarray], slot: int, choice: Choice) -> None:
     params = choice.request.params
-    known["uses_R"][slot] = uses(params)
+    known["uses_R"][slot] = uses(params) | LONG * choice.request.is_long
     known["temperature_R"][slot] = 0.0 if params.greedy else params.temperature
     known["top_p_R"][slot] = params.top_p
     known["min_p_R"][slot] = params.min_p

@@ -30,6 +30,7 @@ from jserve.model.features import registered
 from jserve.model.kv_bytes import BYTES
 from jserve.model.kv_quant import E4M3
 from jserve.model.native import has_attention, takes_rows
+from jserve.model.rope import short_context
 from jserve.model.shard import ShardRules
 from jserve.model.sinks import with_sinks
 from jserve.model.step import StepModel
@@ -261,6 +262,7 @@ def runner_limits(
         page_size=dims.Z,
         max_model_len=min(config.model.max_model_len or arch.max_position, arch.max_position),
         vocab_size=arch.V,
+        short_context=short_context(arch),
         masks=config.device.structured_outputs,
         scores_prompts=config.device.prompt_logprobs,
         max_prompt_logprobs=dims.scored,

@@ -158,11 +158,15 @@ class Scheduler:
         self.enqueue(request if whole is request else self.with_kv_name(whole), now)
 
     def with_kv_name(self, request: Request) -> Request:
-        """``request`` with the name of what its step features change of its KV, whatever name it came with. What a
-        feature refuses is refused by ``check``."""
-        if not request.kv_name and not (request.params.extra_args and self.limits.kv_names):
+        """``request`` with what tells its KV from that of the same tokens: the name of what its step features change,
+        whatever name it came with, and whether it is long. What a feature refuses is refused by ``check``."""
+        limits, kv_name = self.limits, request.kv_name
+        if kv_name or (request.params.extra_args and limits.kv_names):
+            kv_name = admission.kv_name_of(request, limits)
+        is_long = admission.is_long(request, limits.short_context)
+        if (kv_name, is_long) == (request.kv_name, request.is_long):
             return request
-        return replace(request, kv_name=admission.kv_name_of(request, self.limits))
+        return replace(request, kv_name=kv_name, is_long=is_long)
 
     def check(self, request: Request) -> int:
         """The most tokens that ``request`` may reach. Raises what ``submit`` would raise at any time."""

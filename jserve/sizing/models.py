@@ -27,7 +27,7 @@ from jserve.model.family import Family
 from jserve.model.mesh import AXIS, n_parts
 from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.model.quant import bytes_by_form
-from jserve.model.rope import for_context
+from jserve.model.rope import for_requests
 from jserve.model.shard import ShardRules, padded
 from jserve.shapes import SHAPES
 from jserve.sim.costs import SimulatedModel
@@ -135,7 +135,7 @@ def find(
     stated = hf.dtype_name(config) if dtype == "auto" else dtype
     scheme = scheme_of(config, stated, *quantization)
     family = quantised(family_for(config), scheme)
-    arch = for_context(family.arch(config), max_model_len)
+    arch = for_requests(family.arch(config), max_model_len)
     return Model(
         name=source.name,
         family=family,

@@ -22,7 +22,7 @@ from jserve.errors import WeightsError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.param_spec import ParamSpec
-from jserve.model.rope import for_context
+from jserve.model.rope import for_requests
 from jserve.weights.adopt import is_nnx_state
 from jserve.weights.layout import join
 from jserve.weights.loader import load
@@ -43,7 +43,7 @@ def from_directory(
     if source.config.get("quantization_config"):
         raise WeightsError(f"{path}: a quantised checkpoint cannot be handed over", field=str(path))
     plain = replace(arch, sinks=0, kv_forms=(), kv_rotated=False)  # these are options of the engine
-    if for_context(family.arch(source.config), arch.max_position) != plain:
+    if for_requests(family.arch(source.config), arch.max_position) != plain:
         raise WeightsError(f"{path}: config.json is of another model", field=str(path))
     return load(family, arch, source, mesh, rules, dtype)
 

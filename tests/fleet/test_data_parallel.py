@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,9 +43,9 @@ class LiveRunner(FakeRunner):
     def wake(self, parts) -> None: ...
 
 
-def engine(runner: FakeRunner | None = None) -> Engine:
-    config = EngineConfig.of(**OPTIONS)
-    return Engine(Scheduler(LIMITS, config), runner or FakeRunner(LIMITS))
+def engine(runner: FakeRunner | None = None, **limits: Any) -> Engine:
+    own = replace(LIMITS, **limits)
+    return Engine(Scheduler(own, EngineConfig.of(**OPTIONS)), runner or FakeRunner(own))
 
 
 def several(*runners: FakeRunner) -> DataParallelEngine:
@@ -86,8 +88,11 @@ def test_every_request_has_the_tokens_of_one_engine_and_all_engines_work() -> No
     assert not two.busy
 
 
-def test_a_prefix_meets_its_pages() -> None:
-    two, prefix = several(), tuple(range(64))
+@pytest.mark.parametrize("short_context", [0, 60])
+def test_a_prefix_meets_its_pages(short_context: int) -> None:
+    """Those of long texts, too."""
+    two = DataParallelEngine([engine(short_context=short_context) for _ in range(2)])
+    prefix = tuple(range(64))
     two.submit(request(1, (*prefix, 1)))
     two.drain()
     for i in range(2, 6):

@@ -24,6 +24,7 @@ from jserve.outputs import PartialOutput, RequestOutput
 from jserve.sampling import SamplingParams
 from jserve.types import Finish, Output, Request
 from tests.engine.test_resume import any_request
+from tests.fleet import fakes
 from tests.fleet.fakes import ThreadSource
 from tests.grammar import kit
 
@@ -273,6 +274,23 @@ async def test_d7_a_popular_prefix_is_evicted_everywhere_at_once():
         )  # a choice has a page and what follows the prefix for itself
         assert before < computed() <= before + most
         assert len(fleet._router.pages) > 0, "it is known again"
+
+
+async def test_pages_of_long_texts_are_known_by_the_names_that_replicas_give(monkeypatch):
+    limits = dataclasses.replace(fakes.LIMITS, short_context=64)
+    monkeypatch.setattr(fakes, "LIMITS", limits)
+    (long,), (short,) = requests(1), requests(1, 20)
+    async with World(2) as world:
+        fleet, seen = world.fleet, []
+        choose = fleet._router.choose
+        monkeypatch.setattr(
+            fleet._router, "choose", lambda asked: (seen.append(asked), choose(asked))[1]
+        )
+        await answers(fleet, [long])
+        await until(lambda: len(fleet._router.pages) >= 2)
+        assert max(fleet._router.pages.known(seen[0].pages, 2)) == 2
+        await answers(fleet, [short])
+        assert seen[1].pages != seen[0].pages, "the same prompt, which has other KV"
 
 
 async def test_a_pause_of_the_front_is_no_replicas_fault():

@@ -25,6 +25,7 @@ from jserve.llm import LLM
 from jserve.runner.disk import DiskStore
 from jserve.types import Request
 from tests.engine.test_resume import any_request
+from tests.fleet import fakes
 from tests.fleet.fakes import ThreadSource
 from tests.fleet.test_face import all_told, answer, answers, begun, requests, undisturbed, until
 from tests.fleet.test_route import PAGE, PAGES, Candidate, asked, candidates, held, index, view
@@ -211,6 +212,15 @@ async def test_answers_are_those_of_one_engine(tmp_path, apart):
         )  # measured
         assert not world.fleet._placement.sent
         assert not len(world.fleet._placement.prefills)
+
+
+async def test_the_prompt_of_a_long_text_is_computed_as_one(tmp_path, apart, monkeypatch):
+    """What computes it draws one token, which alone would fit the short context."""
+    limits = dataclasses.replace(fakes.LIMITS, short_context=64)
+    monkeypatch.setattr(fakes, "LIMITS", limits)
+    async with World(tmp_path) as world:
+        await answers(world.fleet, requests(4))
+        await until(lambda: world.n_moved >= 8)
 
 
 async def test_whatever_is_asked_for_is_told_the_same(tmp_path, apart):

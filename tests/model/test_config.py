@@ -11,7 +11,7 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch, RopeScaling
 from jserve.model.families import family_for, register_family
-from jserve.model.rope import for_context
+from jserve.model.rope import for_context, for_requests, short_context
 from tests.model.published import GPT_OSS, SCOUT, V2_LITE, V3
 
 LLAMA: dict[str, Any] = {
@@ -299,8 +299,13 @@ def test_longrope_has_other_factors_where_a_longer_context_is_asked_for() -> Non
     beyond = for_context(a, 65)
     assert (beyond.max_position, beyond.ropes[0].scaling.factors) == (4096, (2.0,) * 4)
     assert for_context(beyond, 4096) is beyond
+    assert for_requests(a, 64) is a
+    both = for_requests(a, 65)
+    assert (both.max_position, both.ropes[0].scaling.by_row) == (4096, True)
+    assert for_requests(both, 4096) is both
+    assert [short_context(each) for each in (a, beyond, both)] == [0, 0, 64]
     plain = arch(LLAMA)
-    assert for_context(plain, plain.max_position + 1) is plain
+    assert for_context(plain, 1 << 20) is for_requests(plain, 1 << 20) is plain
     new = {**LONG, "rope_type": "longrope", "rope_theta": 1e4}
     assert arch(PHI3, rope_parameters=new, max_position_embeddings=4096) == a
     assert a.ropes[0].scaling.factor == 64.0

@@ -4,12 +4,14 @@ nobody has."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jserve.model.arch import Arch, Rope, RopeScaling
 from jserve.model.attention import backend
 from jserve.model.ctx import Ctx
 from jserve.model.families import family_for
@@ -25,22 +27,48 @@ DIMS = StepDims(C=8, M=64, Z=16, V=ARCH.V)
 N_PAGES = 3001
 
 
-def compiled(bucket: Bucket, dtype: Any) -> Any:
-    """A donated two-layer step, compiled but not run."""
+def lowered(bucket: Bucket, dtype: Any, arch: Arch = ARCH) -> Any:
+    """A donated two-layer step."""
     attn = backend("xla")
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
 
     def step(params: Any, kv: Any, buf: Any) -> Any:
         zeros = jnp.zeros(DIMS.C, jnp.int32)
         view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
-        x_TD, kv = FAMILY.forward(Ctx.of(ARCH, view, attn, Axes()), params, kv)
-        return FAMILY.logits(ARCH, params, x_TD[:2], Axes()), kv
+        x_TD, kv = FAMILY.forward(Ctx.of(arch, view, attn, Axes()), params, kv)
+        return FAMILY.logits(arch, params, x_TD[:2], Axes()), kv
 
     shape = jax.ShapeDtypeStruct
     params = jax.tree.map(lambda s: shape(s.shape, dtype), FAMILY.specs(ARCH, 1), is_leaf=is_spec)
     pool = shape(attn.kv_shape(ARCH.K, ARCH.H, N_PAGES, DIMS.Z), attn.kv_dtype(dtype))
     buf = shape((buffer_size(fields),), jnp.int32)
-    return jax.jit(step, donate_argnums=1).lower(params, [(pool, pool)] * ARCH.L, buf).compile()
+    return jax.jit(step, donate_argnums=1).lower(params, [(pool, pool)] * ARCH.L, buf)
+
+
+def compiled(bucket: Bucket, dtype: Any) -> Any:
+    """``lowered``, not run."""
+    return lowered(bucket, dtype).compile()
+
+
+def with_rope(scaling: RopeScaling | None) -> Arch:
+    rope = Rope(theta=1e4, scaling=scaling)
+    layers = [replace(x, attn=replace(x.attn, rope=rope)) for x in ARCH.layers]
+    return replace(ARCH, layers=tuple(layers))
+
+
+def test_only_models_with_two_kinds_of_factors_choose_between_them() -> None:
+    """A plain rope and factors of one kind make the same program, which reads no row's kind."""
+    ones, threes = (1.0,) * (ARCH.H // 2), (3.0,) * (ARCH.H // 2)
+    short = RopeScaling(
+        kind="longrope", original_max_position=64, factors=ones, long_factors=threes, longest=256
+    )
+    both = replace(short, by_row=True)
+    plain, one_kind, two_kinds = (
+        lowered(Bucket(D=2, P=0, F=0), jnp.float32, with_rope(s)).as_text()
+        for s in (None, short, both)
+    )
+    assert plain == one_kind
+    assert len(two_kinds) > len(plain)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jserve.model.families import family_for
-from jserve.model.rope import inverse_frequencies, rope_tables
+from jserve.model.rope import for_context, for_requests, inverse_frequencies, rope_tables
 
 BASE = {
     "hidden_size": 4096,
@@ -83,3 +83,18 @@ def test_dynamic_rotates_by_position(pos: int) -> None:
     for half, sign in ((0, -1), (1, 1)):
         np.testing.assert_allclose(cos_T2H[0, half], np.cos(pos * freq.numpy()), atol=2e-3)
         np.testing.assert_allclose(sin_T2H[0, half], sign * np.sin(pos * freq.numpy()), atol=2e-3)
+
+
+def test_tokens_of_rows_of_both_kinds_have_the_tables_of_their_own() -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [3.0] * 64}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = {**BASE, "architectures": ["Phi3ForCausalLM"], "rope_parameters": rope}
+    short = family_for(config).arch({**config, "original_max_position_embeddings": 4096})
+    both, long = for_requests(short, 4097), for_context(short, 4097)
+    pos_T, long_T = jnp.arange(100, 140), jnp.arange(40) % 3 == 0
+    found = rope_tables(both.ropes[0], both.H, pos_T, long_T)
+    for i, table in enumerate(found):
+        of_short, of_long = (rope_tables(a.ropes[0], a.H, pos_T)[i] for a in (short, long))
+        assert np.abs(np.asarray(of_short - of_long)).max() > 0.1
+        want = jnp.where(long_T[:, None, None], of_long, of_short)
+        np.testing.assert_allclose(table, want, atol=1e-5)

@@ -153,6 +153,16 @@ def test_sampling_fields_reach_their_rows():
     assert int(view.uses_R[0]) == v.RANDOM
 
 
+def test_rows_say_whether_their_text_is_long_and_programs_skip_no_less_for_it():
+    s = seq(1)
+    s.choice = replace(s.choice, request=replace(s.request, is_long=True))
+    batch = packer().pack(plan(decode(s, 9), decode(seq(4), 9)))
+    view = view_of(batch)
+    assert np.asarray(view.uses_R[:2] & v.LONG).tolist() == [v.LONG, 0]
+    assert np.asarray(view.long_T)[:2].tolist() == [True, False]
+    assert int(view.flags) & v.LONG == batch.flags & v.LONG == 0
+
+
 def test_a_slot_that_changes_hands_takes_the_new_sampling_fields():
     pk = packer()
     pk.pack(plan(decode(seq(1, temperature=0.3), 9)))

@@ -23,7 +23,7 @@ from jserve.engine.engine import Engine
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
 from jserve.model.mesh import make_mesh, mesh_of
-from jserve.model.rope import for_context
+from jserve.model.rope import for_requests
 from jserve.model.shard import ShardRules, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
@@ -119,25 +119,33 @@ def make_runner(
     )
 
 
-def runner_of(architecture: str, config: dict[str, Any], **options: Any) -> ModelRunner:
+def runner_of(
+    architecture: str,
+    config: dict[str, Any],
+    speculation: Callable[..., Any] | None = None,
+    buckets: Seq[Bucket] = BUCKETS,
+    **options: Any,
+) -> ModelRunner:
     """As ``make_runner``, of transformers' tiny model of an architecture: norms, biases and sinks are drawn too."""
     from tests.model import hf  # skips where torch is absent
 
     size = {"vocab_size": V, "max_position_embeddings": 256}
     model, config = hf.tiny(architecture, **size | config)
     family, mesh = family_for(config), make_mesh(1)
-    arch = for_context(family.arch(config), OPTIONS["max_model_len"])
+    arch = for_requests(family.arch(config), OPTIONS["max_model_len"])
     rules = ShardRules.of_mesh(mesh.shape)
     specs = family.specs(arch, 1)
     params = assemble_all(specs, hf.weights(model), jnp.dtype("float32"))
+    params = jax.device_put(params, shardings(specs, mesh, rules))
     return ModelRunner(
         family,
         arch,
-        jax.device_put(params, shardings(specs, mesh, rules)),
+        params,
         mesh,
         EngineConfig.of(**OPTIONS | options),
         rules=rules,
-        ladder=Ladder(buckets=BUCKETS),
+        ladder=Ladder(buckets=tuple(buckets)),
+        speculation=None if speculation is None else speculation(arch, params, mesh),
     )
 
 

@@ -14,7 +14,7 @@ NAMES = TensorNames(qkv="qkv_proj", gate_up="gate_up_proj")
 
 def arch(config: Config) -> Arch:
     """config.json -> Arch. Under longrope the context is the original one, where the short factors hold, unless a
-    longer one is asked for (``rope.for_context``)."""
+    longer one is asked for (``rope.for_requests``)."""
     L = integer(config, "num_hidden_layers")
     only(config, "full_attn_mod", 1)
     only(config, "interpolate_factor", 1)

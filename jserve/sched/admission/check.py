@@ -157,6 +157,15 @@ def kv_name_of(request: Request, limits: RunnerLimits) -> str:
         return ""
 
 
+def is_long(request: Request, short_context: int) -> bool:
+    """Whether a text of ``request`` may outgrow ``RunnerLimits.short_context``. Without ``max_tokens`` it may; with a
+    named cache it is taken to, so that all requests that name one can read it."""
+    most = request.params.max_tokens
+    if not short_context or request.is_long or request.cache is not None or most is None:
+        return short_context > 0
+    return len(request.prompt_ids) + most > short_context
+
+
 def prompt_features_of(params: SamplingParams, limits: RunnerLimits) -> tuple[str, ...]:
     """The step features whose values of prompt tokens checked parameters ask for."""
     asked = params.extra_args

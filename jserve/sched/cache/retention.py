@@ -108,5 +108,6 @@ class CacheRetention:
 
 def root_of(request: Request) -> RootKey:
     """The root that the prefixes of ``request`` hang on."""
-    changed = [name for name in (request.adapter, request.kv_name) if name]
+    longrope = "longrope" if request.is_long else ""
+    changed = [name for name in (request.adapter, request.kv_name, longrope) if name]
     return request.tenant, request.cache_salt, " ".join(changed) or None

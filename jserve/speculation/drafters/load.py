@@ -19,7 +19,7 @@ from jserve.model import draft_tree as trees
 from jserve.model.arch import Arch
 from jserve.model.draft_tree import TreeShape
 from jserve.model.families import family_for
-from jserve.model.rope import for_context
+from jserve.model.rope import for_context, for_requests, short_context
 from jserve.model.shard import ShardRules
 from jserve.speculation.drafters import heads
 from jserve.speculation.drafters.draft_model import draft_model
@@ -159,7 +159,10 @@ def _draft_model(source: Source, target: Arch) -> FoundDrafter:
             field="quantization_config",
         )
     family = family_for(source.config)
-    arch = for_context(family.arch(source.config), target.max_position)
+    plain = family.arch(source.config)
+    arch = for_requests(plain, target.max_position)
+    if short_context(arch) != short_context(target):  # rows say what they have of the target's
+        arch = for_context(plain, target.max_position)
     return FoundDrafter(draft_model(family, arch, target), partial(load, family, arch, source))
 
 

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from jserve.errors import BadRequest, ContextTooLong, NotFound, NothingAllowed
-from jserve.sched.admission.check import check
+from jserve.sampling import SamplingParams
+from jserve.sched.admission.check import check, is_long
+from jserve.types import Request
 from tests.sched.sched_drive import Drive, limits, request
 
 LIM = limits()  # 11 ids, context 64, 32 pages of 4
@@ -16,6 +18,25 @@ def test_a_good_request_gets_its_length():
     assert check(request("a", [1, 2, 3], max_tokens=None), LIM) == 64
     assert check(request("a", [1] * 64, max_tokens=0), LIM) == 64
     assert check(request("a", [1] * 60, max_tokens=4), LIM) == 64
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "fields", "long"),
+    [
+        (3, {"max_tokens": 7}, False),
+        (3, {"max_tokens": 8}, True),
+        (10, {"max_tokens": 0}, False),
+        (3, {"max_tokens": None}, True),
+        (3, {"max_tokens": 0, "cache": "mine"}, True),
+        (3, {"max_tokens": 1, "is_long": True}, True),
+        (9, {"max_tokens": 1, "said": ((1, 2, 3, 4, 5),)}, False),
+    ],
+)
+def test_a_text_is_long_by_what_its_request_may_reach(n_prompt, fields, long):
+    params = SamplingParams(max_tokens=fields.pop("max_tokens"))
+    asked = Request(id="a", prompt_ids=(1,) * n_prompt, params=params, **fields)
+    assert is_long(asked, 10) is long
+    assert not is_long(asked, 0), "the model has no two kinds"
 
 
 @pytest.mark.parametrize("bad", [-1, 11, 2**31, -(2**63), 10**30, True, 1.0, "1", None])
