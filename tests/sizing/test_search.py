@@ -89,9 +89,9 @@ def test_bounds_leave_the_winner_and_its_figures(
     every = searched(**asked)
     assert not any(c.dropped for c in every.candidates)
     assert found.winner == every.winner
-    whole = {(c.tp, c.ep, c.replicas): c for c in every.candidates}
+    whole = {(c.shape, c.sums, c.logits): c for c in every.candidates}
     for c in found.candidates:
-        to_end = whole[c.tp, c.ep, c.replicas]
+        to_end = whole[c.shape, c.sums, c.logits]
         if c.dropped and "last percent" not in c.dropped:
             assert not to_end.serves, (c, to_end)
         elif c.good_share is not None:

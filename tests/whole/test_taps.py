@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ from jserve import LLM, SamplingParams, functional, tap
 from jserve.errors import BadRequest, ConfigError
 from jserve.model import features
 from jserve.model.features import register_feature
+from jserve.model.features.tap import where_asked
 from jserve.model.hand import step_model
 from jserve.model.step import make_step
-from jserve.model.view import Bucket, buffer_size
+from jserve.model.view import Bucket, StepDims, buffer_size
 from tests.model.assembly import assemble_all
 from tests.whole.conftest import SMALL_OPTIONS
 
@@ -94,7 +96,10 @@ def test_a_prompt_has_values_of_every_token_whatever_is_cached(llm: LLM) -> None
             n = len(out.prompt_token_ids)
             told, drawn = out.prompt_extra["probe"], out.outputs[0].extra["probe"]
             assert (len(told), out.num_cached_tokens) == (n, 0)
-            assert told[-1] == drawn[0], "the last token of the prompt is where the first is drawn"
+            assert isinstance(told[0], np.ndarray)
+            assert np.array_equal(told[-1], drawn[0]), (
+                "the last token of the prompt is where the first is drawn"
+            )
             found = np.array([*told, *drawn[1:]], np.float32)
             np.testing.assert_allclose(found, whole(llm, out), rtol=1e-4, atol=1e-4)
         probe, size = (np.array(outs[0].prompt_extra[name]) for name in ("probe", "size"))
@@ -138,6 +143,29 @@ def test_what_is_asked_is_checked(llm: LLM) -> None:
     drawn_only = tap("probe", *POINTS)
     with pytest.raises(ValueError, match="must be true, not 'prompt'"):
         drawn_only.check("prompt")
+
+
+@pytest.mark.parametrize(
+    ("asks", "of_prompt", "said"), [(False, False, 0), (True, False, 1), (True, True, 2)]
+)
+def test_reductions_are_computed_where_somebody_asks(
+    asks: bool, of_prompt: bool, said: int
+) -> None:
+    """Beside rows that ask for another tap of the same program they are skipped, whatever is in the stream."""
+    probe = tap("size", *POINTS, reduce=lambda x_PD: (x_PD**2).sum(), prompt=True)
+    dims = StepDims(C=2, M=1, Z=16, V=8)
+    (asked,) = probe.fields(Bucket(D=2, P=0, F=0), dims)
+    views = {asked.name: np.full((), 7, np.int32)}
+    row = SimpleNamespace(
+        choice=SimpleNamespace(request=SimpleNamespace(params=SamplingParams(extra_args={"x": 1}))),
+        prompt_features=("size",) if of_prompt else (),
+    )
+    if asks:
+        row.choice.request.params = SamplingParams(extra_args={"size": True})
+    probe.pack(views, [row], [0], dims)  # type: ignore[arg-type]
+    assert views[asked.name] == said
+    found = where_asked(jnp.asarray(said > 0), jax.vmap(lambda x_D: x_D.sum()), jnp.ones((2, 3)))
+    assert found.tolist() == ([3.0, 3.0] if said else [0.0, 0.0])
 
 
 def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
