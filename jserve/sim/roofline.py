@@ -227,10 +227,16 @@ class Roofline:
 
     def links(self, work: Work) -> float:
         """Seconds of the step's collectives, one after the other."""
-        if not work.n_collectives or not self.chip.link_bytes_per_s:
+        return self._link_s(work.n_collectives, work.link_bytes)
+
+    def exchange_s(self, tokens: int, drawn: int) -> float:
+        """``links`` of the ``work`` of such a step."""
+        return self._link_s(*self._exchanged(tokens, drawn))
+
+    def _link_s(self, n_collectives: int, sent: float) -> float:
+        if not n_collectives or not self.chip.link_bytes_per_s:
             return 0.0
-        sent = work.link_bytes / self.chip.link_bytes_per_s
-        return work.n_collectives * self.chip.link_s + sent
+        return n_collectives * self.chip.link_s + sent / self.chip.link_bytes_per_s
 
     def expected(self, work: Work) -> float:
         """Seconds that an engine takes: the rates as far as steps reach them, and the rest."""

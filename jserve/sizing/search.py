@@ -232,8 +232,15 @@ class Cheapest:
     lines: tuple[Roofline, ...]
 
     def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
-        each = [line.seconds(n_decode, n_prefill, n_context) for line in self.lines]
-        return min(each, default=math.inf)
+        if not self.lines:
+            return math.inf
+        first, *others = self.lines
+        least = first.seconds(n_decode, n_prefill, n_context)
+        if not others:
+            return least
+        sizes = (n_decode + n_prefill, n_decode + (n_prefill > 0))
+        apart = [line.exchange_s(*sizes) for line in self.lines]
+        return least - apart[0] + min(apart)
 
 
 def _costs(group: Sequence[TriedLayout], laid: Layout | ConfigError, chip: Chip) -> Cheapest:
