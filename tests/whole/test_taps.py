@@ -4,6 +4,7 @@ chunking; programs of others are untouched."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import openai
 import pytest
 
 from jserve import LLM, SamplingParams, functional, tap
@@ -25,6 +27,7 @@ from jserve.model.step import make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
 from tests.model.assembly import assemble_all
 from tests.whole.conftest import SMALL_OPTIONS
+from tests.whole.test_serve import Server, client
 
 POINTS = ("blocks.0.hook_mlp_out", "blocks.1.hook_resid_post")
 PROMPTS = ["the fox", " ".join(["the quick brown fox jumps over the lazy dog"] * 3)]
@@ -193,3 +196,45 @@ def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="names no point") as caught:
         text(plain.with_also(tap("wrong", "blocks.9.hook_mlp_out")))
     assert caught.value.field == "wrong"
+
+
+PLUGIN = """
+import jserve
+jserve.register_feature(jserve.tap("probe", "blocks.0.hook_mlp_out", prompt=True))
+jserve.register_feature(
+    jserve.tap("size", "blocks.0.hook_mlp_out", reduce=lambda x_PD: (x_PD**2).sum())
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_gives_them_where_it_may(tiny_dir: Path, tmp_path: Path) -> None:
+    """Arrays of the engine's process are nested lists in an answer and in its stream; without the flag a name is
+    refused."""
+    plugin = tmp_path / "own_taps.py"
+    plugin.write_text(PLUGIN)
+    asked = {"model": "tiny-llama", "prompt": "the fox", "max_tokens": 5, "temperature": 0}
+    wish: dict[str, Any] = {"ignore_eos": True, "vllm_xargs": {"probe": "prompt", "size": True}}
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    for allowed in (False, True):
+        options = SMALL_OPTIONS | {"compile_cache": cache, "allow_taps": allowed}
+        server = Server(tiny_dir, tmp_path / "log", **options, plugins=plugin)
+        try:
+            ask = client(server).completions.create
+            if not allowed:
+                with pytest.raises(openai.BadRequestError, match="--allow-taps"):
+                    ask(**asked, extra_body=wish)
+                continue
+            (choice,) = ask(**asked, extra_body=wish).choices
+            drawn, size = (np.array(choice.extra[name]) for name in ("probe", "size"))
+            prompt = np.array(choice.prompt_extra["probe"])
+            assert drawn.shape == (5, 1, 32)
+            assert prompt.shape[1:] == (1, 32)
+            np.testing.assert_array_equal(prompt[-1], drawn[0])
+            np.testing.assert_allclose((drawn**2).sum(axis=(1, 2)), size, rtol=1e-4)
+            pieces = [c.choices[0] for c in ask(**asked, extra_body=wish, stream=True)]
+            extra = [piece.extra["probe"] for piece in pieces if getattr(piece, "extra", None)]
+            np.testing.assert_array_equal(np.concatenate(extra), drawn)
+        finally:
+            assert server.stop() == 0
