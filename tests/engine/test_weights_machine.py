@@ -34,7 +34,7 @@ def test_random_updates_keep_every_invariant() -> None:
     WeightsMachine.came.clear()
     run(60)
     for name in ("updates over pages in host memory", "pages that came back"):
-        assert WeightsMachine.came[name] > 10, name
+        assert WeightsMachine.came[name] > 5, name
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ class WeightsMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 3]),
         n_pages=st.sampled_from([18, 26, 49]),
         chunk=st.sampled_from([0, 5]),
-        n_host=st.sampled_from([0, 0, 6, 30]),
+        n_host=st.sampled_from([0, 6, 30]),
     )
     def start(self, overlap: int, drafts: int, n_pages: int, chunk: int, n_host: int) -> None:
         limits = dataclasses.replace(
@@ -146,6 +146,17 @@ class WeightsMachine(RuleBasedStateMachine):
         able = [seq for seq in resources.running if not policy.protected(seq)]
         if able:
             resources.preempt(able[pick % len(able)])
+
+    @precondition(lambda self: self.n)
+    @rule(again=st.booleans())
+    def evict(self, again: bool) -> None:
+        """What nobody reads goes to host memory, where there is some; a request may ask for it ``again``."""
+        self.steps(12)
+        self.engine.scheduler.resources.cache.evict(9)
+        self.add(12, [1], 3, 1)
+        if again:
+            self.steps(6)
+            self.add(12, [2], 3, 1)
 
     @rule(running=st.sampled_from(POLICIES))
     def update(self, running: str) -> None:

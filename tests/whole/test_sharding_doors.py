@@ -120,6 +120,7 @@ def test_a_server_has_groups_of_devices(tiny_dir: Path, tmp_path: Path) -> None:
             with ThreadPoolExecutor(8) as pool:
                 made = [pool.submit(ask, prompt=f"{i} the quick", seed=i) for i in range(8)]
                 told.append([each.result().choices[0].text for each in made])
+            assert ("2 x (" in server.banner) == (sharding == "dp=2"), server.banner
         finally:
             assert server.stop() == 0
     assert told[0] == told[1]
