@@ -1,6 +1,7 @@
 """A long mixed load with clients that leave, stall and lie, and a look for anything that grows.
 
-It owns the samples and the gates. ::
+It owns the samples and the gates. With ``--journal`` the run is computed again afterwards, token by token:
+``python -m bench.soak --minutes 2 --journal FILE --json FILE``. ::
 
     warm (up to 20 s)   quiet   | the soak: clients, a control request, memory every 5 s |   quiet
                           before                                                              after
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import subprocess
@@ -23,6 +25,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from bench import probe
 from bench.client import connections
 from bench.engines import Running, free_port
 from bench.live import add_options, against_server
@@ -159,16 +162,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--journal", type=Path, default=None, help="written by the server, then computed again"
     )
+    parser.add_argument("--json", type=Path, default=None, help="file to write: figures and replay")
     args = parser.parse_args(argv)
     args.admin_port = free_port()
     args.extra += f" --enable-admin --admin-port {args.admin_port}"
     if args.journal is not None:
         args.extra += f" --journal {args.journal}"
-    code = against_server(args, 900.0, run, gates)
-    if args.journal is None or code == 2:
+    found: dict[str, Any] = {}
+
+    async def noted(server: Running, args: argparse.Namespace) -> dict[str, Any]:
+        found.update(await run(server, args))
+        return found
+
+    code = against_server(args, 900.0, noted, gates)
+    if code == 2:
         return code
-    command = [sys.executable, "-m", "jserve.cli", "replay", str(args.journal), "--device"]
-    return max(code, int(subprocess.call(command) != 0))
+    if args.journal is not None:
+        found["replay"] = replayed(args.journal)
+        code = max(code, int(found["replay"]["differs"]))
+    if args.json is not None:
+        options = {"seed": args.seed, "clients": args.clients, "extra": args.extra}
+        args.json.write_text(json.dumps(probe.record("soak", options, [found]), indent=1) + "\n")
+    return code
+
+
+def replayed(journal: Path) -> dict[str, Any]:
+    """What ``jserve replay --device`` says of a journal, and the seconds that it takes."""
+    command = [sys.executable, "-m", "jserve.cli", "replay", str(journal), "--device"]
+    began = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, end="", flush=True)
+    seconds = round(time.monotonic() - began, 1)
+    return {"differs": done.returncode != 0, "said": done.stdout.strip(), "seconds": seconds}
 
 
 if __name__ == "__main__":

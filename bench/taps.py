@@ -2,10 +2,11 @@
 
 Two engines of one model, turn by turn: one without taps, one that has them registered, as ``--allow-taps`` and
 ``--plugins`` make it. In the second, sequences decode that ask for nothing, for a whole point, and for a number that
-is made of a point on the device. The programs of steps without taps are compared as text. Figures are medians of
-ratios within a turn, so that a machine that is not quiet spoils few of them.
+is made of a point on the device: all of them, one of them, and one that decodes alone. The programs of steps without
+taps are compared as text. Figures are medians of ratios within a turn, so that a machine that is not quiet spoils few
+of them.
 
-    python -m bench.taps [DIR/llama-1b] [--rows 8] [--turns 9] [--json F]
+    python -m bench.taps [DIR/llama-1b] [--rows 8] [--slots 64] [--turns 9] [--json F]
 
 The values of a step cost a few tenths of a millisecond of the host whatever the model, so their share is that of the
 model that is given; by default the shipped one.
@@ -54,12 +55,17 @@ def digests(llm: LLM) -> dict[str, str]:
     return found
 
 
-def step_ms(llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: str) -> float:
+def step_ms(
+    llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: str, n_ask: int = 0
+) -> float:
     """Milliseconds from one token to the next of as many sequences that decode at once, after a quarter of them: the
-    mean, since tokens of two steps may come together."""
+    mean, since tokens of two steps may come together. The first ``n_ask`` of them ask (0: all)."""
     engine: Any = llm._engine
-    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True, extra_args=asked)
     for i in range(n_rows):
+        extra = asked if i < (n_ask or n_rows) else {}
+        params = SamplingParams(
+            temperature=0.0, max_tokens=n_tokens, ignore_eos=True, extra_args=extra
+        )
         engine.submit(Request(id=f"{turn}-{i}", prompt_ids=(i + 1,), params=params))
     came: dict[str, list[float]] = {}
     while engine.busy:
@@ -71,35 +77,50 @@ def step_ms(llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: s
     return statistics.median(means) * 1e3
 
 
-def measure(path: str, n_rows: int, turns: int, n_tokens: int) -> dict[str, Any]:
-    options: dict[str, Any] = OPTIONS | {"max_num_seqs": n_rows}
+def measure(path: str, n_rows: int, slots: int, turns: int, n_tokens: int) -> dict[str, Any]:
+    options: dict[str, Any] = OPTIONS | {"max_num_seqs": max(slots, n_rows)}
     with LLM(path, **options) as without:
         before = digests(without)
         register_feature(tap("bench_whole", POINT))
         register_feature(tap("bench_size", POINT, reduce=lambda x_PD: (x_PD**2).sum()))
         with LLM(path, **options) as having:
             after = digests(having)
-            cells: dict[str, list[float]] = {"no taps there": []} | {k: [] for k in KINDS}
-            for turn in range(turns + 1):
-                made = {"no taps there": step_ms(without, n_rows, n_tokens, {}, f"{turn}-none")}
-                for name, asked in KINDS.items():
-                    made[name] = step_ms(having, n_rows, n_tokens, asked, f"{turn}-{name}")
-                for name, ms in made.items():
-                    if turn:  # the first one warms up
-                        cells[name].append(ms)
-    base = cells["plain"]
-    over = {
-        name: statistics.median([a / b for a, b in zip(ms, base, strict=True)])
-        for name, ms in cells.items()
-    }
+            made = [
+                timed(without, having, n_rows, n_tokens, str(turn)) for turn in range(turns + 1)
+            ]
+            programs = [llm._engine.runner.ladder.buckets for llm in (without, having)]  # type: ignore[attr-defined]
+    found = {name: [turn[name] for turn in made[1:]] for name in made[0]}  # the first one warms up
     return {
         "model": Path(path).name,
         "rows": n_rows,
+        "slots": max(slots, n_rows),
         "programs_without_taps": len(before),
+        "programs": len(programs[0]),
+        "programs_with_taps": len(programs[1]),
         "same_text": before == after,
-        "step_ms": {name: round(statistics.median(ms), 3) for name, ms in cells.items()},
-        "over_plain": {name: round(x, 4) for name, x in over.items()},
+        "step_ms": {name: round(statistics.median(ms), 3) for name, ms in found.items()},
+        "over_plain": {
+            name: round(over(ms, found["alone: plain" if "alone" in name else "plain"]), 4)
+            for name, ms in found.items()
+        },
     }
+
+
+def timed(without: LLM, having: LLM, n_rows: int, n_tokens: int, turn: str) -> dict[str, float]:
+    """The step times of one turn, by what is asked."""
+    found = {"no taps there": step_ms(without, n_rows, n_tokens, {}, f"{turn}-none")}
+    for name, asked in KINDS.items():
+        found[name] = step_ms(having, n_rows, n_tokens, asked, f"{turn}-{name}")
+        found[f"alone: {name}"] = step_ms(having, 1, n_tokens, asked, f"{turn}-alone-{name}")
+        if asked:
+            ms = step_ms(having, n_rows, n_tokens, asked, f"{turn}-one-{name}", n_ask=1)
+            found[f"one row: {name}"] = ms
+    return found
+
+
+def over(ms: Sequence[float], base: Sequence[float]) -> float:
+    """The median of the ratios within a turn."""
+    return statistics.median([a / b for a, b in zip(ms, base, strict=True)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,11 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.taps", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", default=str(build.shipped()), help="model directory")
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=64, help="of the engines")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence in a turn")
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args(argv)
-    found = measure(args.model, args.rows, args.turns, args.tokens)
+    found = measure(args.model, args.rows, args.slots, args.turns, args.tokens)
     print(json.dumps(found))
     if args.json is not None:
         record = probe.record("taps", {"turns": args.turns, "tokens": args.tokens}, [found])

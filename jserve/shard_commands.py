@@ -50,7 +50,8 @@ class Live:
     wall_s: float
     n_drawn: int
     step_ms: float
-    """Between two tokens of a sequence where each group decodes as many as the priced step has: a median."""
+    """Between two tokens of a sequence where each group decodes as many as the priced step has: the median over
+    sequences of each one's mean."""
     dtype: str
     """Of the weights."""
     programs: tuple[StepCost, ...] = ()

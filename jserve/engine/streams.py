@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from jserve.faults import point
 from jserve.ports import Clock
@@ -174,8 +175,13 @@ def _weight(output: Output) -> int:
     scored = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
     n_top = sum(len(entry.top_ids) for entry in scored if entry is not None)
     given = [*(output.extra or {}).values(), *(output.prompt_extra or {}).values()]
-    n_extra = sum(map(len, given))
-    n_tokens = len(output.token_ids) + n_extra
+    values = [value for of_tokens in given for value in of_tokens]
+    n_arrays = sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+    n_tokens = len(output.token_ids) + len(values)
     return (
-        _BYTES_OUTPUT + _BYTES_TOKEN * n_tokens + _BYTES_LOGPROB * len(scored) + _BYTES_TOP * n_top
+        _BYTES_OUTPUT
+        + _BYTES_TOKEN * n_tokens
+        + _BYTES_LOGPROB * len(scored)
+        + _BYTES_TOP * n_top
+        + n_arrays
     )

@@ -1,6 +1,7 @@
 """Messages between the HTTP process and the engine, encoded as msgpack frames on a socket.
 
-Nothing is ever unpickled; a frame that does not decode into one of the expected types is reported, never raised::
+Nothing is ever unpickled; numpy arrays cross as their type, shape and bytes. A frame that does not decode into one of
+the expected types is reported, never raised::
 
     socket   [ n: uint32, little endian ][ n bytes of msgpack ][ n ][ ... ]
     front -> engine   Start  Submit  Cancel  Create  Handle  Control  Shutdown
@@ -200,13 +201,30 @@ class TooLarge(ValueError):
     """A message above MAX_MESSAGE_BYTES."""
 
 
-def _plain_number(value: Any) -> Any:
+_ARRAY = 1
+"""Number of the msgpack extension that holds a numpy array, as msgpack of its ``_Parts``."""
+_Parts = tuple[str, tuple[int, ...], bytes]
+
+
+def _packed(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        parts = (value.dtype.str, value.shape, value.tobytes())
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(parts))
     raise TypeError(f"a {type(value).__name__} cannot cross the wire")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+def _unpacked(code: int, data: memoryview) -> np.ndarray:
+    """Read-only. Raises ValueError for what is no array."""
+    if code != _ARRAY:
+        raise ValueError(f"an extension of number {code}")
+    dtype, shape, raw = _array_parts.decode(data)
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+_array_parts = msgspec.msgpack.Decoder(_Parts)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
 
 
 def pack(message: Message) -> bytes:
@@ -255,7 +273,7 @@ class SocketLink:
     def __init__(self, sock: socket.socket, incoming: Any) -> None:
         self._sock = sock
         self._buffer = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._decoder = msgspec.msgpack.Decoder(incoming, ext_hook=_unpacked)
         self._sending = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -313,5 +331,11 @@ class SocketLink:
     def _decode(self, payload: bytes) -> Any:
         try:
             return self._decoder.decode(payload)
-        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        except (
+            msgspec.MsgspecError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             return Fault(message=f"malformed message: {str(error)[:200]}", code="malformed")

@@ -89,8 +89,9 @@ class StepFeature:
             the other views; ``at`` holds the number of each row in the bucket. Raises ValueError for an
             index out of range, which JAX would clamp to a wrong answer. By default it fills nothing.
     unpack: (output as numpy, rows, at) -> what each row gets, by its number in the plan; ``at`` as in
-            ``pack``. What a registered feature gives a row is a list of values that JSON can hold, one for
-            each token that the row may draw, and goes to ``CompletionOutput.extra``.
+            ``pack``. What a registered feature gives a row is a list of values that JSON can hold, or numpy
+            arrays of numbers, one for each token that the row may draw (``by_token``), and goes to
+            ``CompletionOutput.extra``.
     """
 
     name: str
@@ -129,6 +130,13 @@ class StepFeature:
 
     def __repr__(self) -> str:
         return self.name
+
+
+def by_token(found_NX: np.ndarray) -> list[Any]:
+    """One value for each of N tokens: numbers as Python's, more than a number as an array of its own memory."""
+    if found_NX.dtype.kind not in "biuf":
+        found_NX = found_NX.astype(np.float32)
+    return found_NX.tolist() if found_NX.ndim == 1 else list(found_NX.copy())
 
 
 def in_range(name: str, values: Sequence[int], low: int, high: int) -> None:

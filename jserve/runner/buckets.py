@@ -16,6 +16,9 @@ decode rows 2 and all, prefill tokens 64 beside few rows, 128 and doubling besid
 takes masks too. Times of the steps in between are still measured one by one (``Ladder.sizes``), because a program
 takes as long as its rows do.
 
+Registered features are in the largest programs, and in so many of the plain ones that a step finds one of at most
+``APART`` times the tokens of the next smaller: a row that asks alone pays for few rows beside it.
+
 A drafter on the device is in some programs and not in others: those that draft verify as many drafts
 as they leave, and beside prefill only the narrowest width has one. While the drafter is idle, steps
 run in the very programs of an engine without one.
@@ -43,6 +46,9 @@ their cost is left, in norms, activations and writes of KV."""
 MOST_VERIFIED = 128
 """Tokens that decode rows have together in steps without prefill, but for the narrowest width: more of
 them keep any device busy, so that guessing gains nothing."""
+APART = 4
+"""Tokens of a program with registered features over those of the next smaller one, at least: each is compiled a
+second time."""
 DRAFT_BESIDE_FEW, DRAFT_BESIDE_ALL = (32, 64, 128, 256), (64, 128, 256)
 """Prefill tokens of programs that draft: beside few rows, and beside all that may draft. The largest is
 one more. A prompt that comes alone waits for its own padding, and pays for the drafter before it gains."""
@@ -159,7 +165,8 @@ class Ladder:
             found |= made
         if registered:
             most = {b for b in found if _takes_most(b, found)}
-            found |= {b.with_also(*registered) for b in most}
+            sizes = {replace(b, features=()) for b in most}
+            found |= {b.with_also(*registered) for b in most | (_thinned(found) - sizes)}
         return cls(buckets=tuple(sorted(found, key=_cost)), between=tuple(sorted(between)))
 
     def choose(self, needs: Needs) -> Bucket:
@@ -175,9 +182,12 @@ class Ladder:
 
 
 def _cost(b: Bucket) -> tuple:
-    """A step that drafts nothing takes no program that does while there is another."""
-    registered = not {*b.features} <= {*FEATURES}
-    return (registered, SCORE in b.features, MASK in b.features, b.n_draft > 0, b.T, b.R, b)
+    """A step that drafts nothing takes no program that does while there is another. Masks that nobody asks for cost
+    less than many tokens, which programs with registered features are few enough to choose between."""
+    scores, masks, drafts = SCORE in b.features, MASK in b.features, b.n_draft > 0
+    if not {*b.features} <= {*FEATURES}:
+        return (True, scores, drafts, b.T, b.R, masks, b)
+    return (False, scores, masks, drafts, b.T, b.R, b)
 
 
 def beside_prefill(max_drafts: int) -> int:
@@ -264,6 +274,18 @@ def _takes_most(b: Bucket, found: set[Bucket]) -> bool:
         return all(own <= most for own, most in sizes) and {*b.features} <= {*other.features}
 
     return not any(other != b and kind(other) == kind(b) and within(other) for other in found)
+
+
+def _thinned(found: set[Bucket]) -> set[Bucket]:
+    """Plain ones, each of ``APART`` times the tokens of the one before: steps that decode, and those with prefill."""
+    kept: set[Bucket] = set()
+    plain = sorted([b for b in found if b.J == 1 and not b.features and not b.n_draft], key=_cost)
+    for prefill in (False, True):
+        most = 0
+        for bucket in (b for b in plain if (b.P > 0) == prefill):
+            if APART * most <= bucket.T:
+                kept, most = kept | {bucket}, bucket.T
+    return kept
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jserve.model.feature import StepFeature
+from jserve.model.feature import StepFeature, by_token
 from jserve.model.feature_logits import fault_of
 from jserve.model.features import SCORE
 from jserve.model.step import StepOut
@@ -80,7 +80,7 @@ def _of_prompts(plan: StepPlan, out: StepOut) -> dict[str, dict[int, list[Any]]]
     for i, row in enumerate(plan.rows):
         for name in row.prompt_features:
             part = np.asarray(out.prompt[name])[first : first + row.count]
-            found.setdefault(name, {})[i] = part.tolist()
+            found.setdefault(name, {})[i] = by_token(part)
         first += 0 if row.from_slot else row.count
     return found
 

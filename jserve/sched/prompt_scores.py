@@ -68,7 +68,7 @@ class PromptValues:
             return None
         found = self._lists.pop(seq)
         for name, values in found.items():
-            whole = len(values) == seq.n_prompt and None not in values
+            whole = len(values) == seq.n_prompt and all(value is not None for value in values)
             assert whole, f"{seq.request.id}: {name} has gaps"
         return {name: tuple(values) for name, values in found.items()}
 

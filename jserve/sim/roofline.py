@@ -8,7 +8,9 @@
                           choose at random. One token alone meets X of them: ``active``. With ``ep`` groups of
                           devices, those of the fullest group
     seen                  tokens that one token reads, in all layers together
-    links                 2 L + 1 sums of float32[tokens, hidden], one gather of float32[drawn, vocab]
+    links                 2 L + 1 sums of float32[tokens, hidden], one gather of float32[drawn, vocab]; or the sums of a
+                          narrower type, in two collectives each; or logits that stay split, and small ones for the
+                          draw
 """
 
 from __future__ import annotations
@@ -114,6 +116,12 @@ CHIPS = {
 }
 
 
+GATHERED = 2
+"""Devices up to which, and mesh axes (two) from which narrow partial sums are gathered whole, in one collective."""
+SPLIT_DRAW = (3, 24.0)
+"""Collectives of a greedy draw from split logits, and bytes of an all-reduce for each token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The bytes, flops and collectives of one step on one device."""
@@ -140,6 +148,9 @@ class Roofline:
     """Chips that share every dense product."""
     ep: int = 1
     """Groups of these that have different experts."""
+    sum_itemsize: int = 4
+    """Bytes of a number of partial sums between chips."""
+    splits_logits: bool = False
     kv: KVLayout = field(init=False)
     """In pages of one token."""
     _attention: int = field(init=False, compare=False, repr=False)
@@ -184,15 +195,27 @@ class Roofline:
         arch, tp = self.arch, self.tp
         attention = arch.layers[0].attn.key_flops * tokens * self.kv.seen(n_context)
         flops = 2 * self.active * tokens + 2 * self.unembed * drawn + attention
-        n_sums = 2 * arch.L + 1 if tp > 1 else 0
-        summed, gathered = 4.0 * tokens * arch.D, 4.0 * drawn * arch.V
+        n_collectives, link_bytes = self._exchanged(tokens, drawn)
         return Work(
             weight_bytes=self.itemsize * (self._layers(tokens, self.ep) + self.unembed) / tp,
             kv_bytes=self.kv.step_bytes(rows, tokens, n_context),
             flops=flops / tp,
-            n_collectives=n_sums + 1 if tp > 1 else 0,
-            link_bytes=(2 * n_sums * summed + gathered) * (tp - 1) / tp if tp > 1 else 0.0,
+            n_collectives=n_collectives,
+            link_bytes=link_bytes,
         )
+
+    def _exchanged(self, tokens: int, drawn: int) -> tuple[int, float]:
+        """Collectives, and the bytes that one chip sends in them."""
+        if self.tp == 1:
+            return 0, 0.0
+        n_sums, of_sum, times = 2 * self.arch.L + 1, 1, 2
+        if self.sum_itemsize < 4 and (self.tp <= GATHERED or self.ep > 1):
+            times = self.tp
+        elif self.sum_itemsize < 4:
+            of_sum = 2
+        n_draw, drawn_bytes = SPLIT_DRAW if self.splits_logits else (1, 4.0 * self.arch.V)
+        sent = times * n_sums * self.sum_itemsize * tokens * self.arch.D + drawn_bytes * drawn
+        return of_sum * n_sums + n_draw, sent * (self.tp - 1) / self.tp
 
     def limit(self, work: Work) -> float:
         """Seconds at the chip's rates, collectives apart."""
@@ -204,10 +227,16 @@ class Roofline:
 
     def links(self, work: Work) -> float:
         """Seconds of the step's collectives, one after the other."""
-        if not work.n_collectives or not self.chip.link_bytes_per_s:
+        return self._link_s(work.n_collectives, work.link_bytes)
+
+    def exchange_s(self, tokens: int, drawn: int) -> float:
+        """``links`` of the ``work`` of such a step."""
+        return self._link_s(*self._exchanged(tokens, drawn))
+
+    def _link_s(self, n_collectives: int, sent: float) -> float:
+        if not n_collectives or not self.chip.link_bytes_per_s:
             return 0.0
-        sent = work.link_bytes / self.chip.link_bytes_per_s
-        return work.n_collectives * self.chip.link_s + sent
+        return n_collectives * self.chip.link_s + sent / self.chip.link_bytes_per_s
 
     def expected(self, work: Work) -> float:
         """Seconds that an engine takes: the rates as far as steps reach them, and the rest."""

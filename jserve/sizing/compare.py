@@ -154,7 +154,7 @@ def simulation(
         if program.collectives is None:
             why = "its collectives are XLA's, and this process has fewer devices"
             raise ConfigError(f"sharding.mode: {why}", field="sharding.mode")
-        links.append(sum(_link_s(each, sizes, chip) for each in program.usual))
+        links.append(sum(link_s(each, sizes, chip) for each in program.usual))
         tokens.append(program.decode_rows + program.prefill_tokens)
     slope = (links[MANY] - links[FEW]) / (tokens[MANY] - tokens[FEW])
     whole = sum(math.prod(w.shape) * jnp.dtype(w.dtype).itemsize for w in explained.weights)
@@ -265,7 +265,7 @@ def _steps(explained: Explained, chip: Chip) -> list[StepPrice]:
         tokens = program.decode_rows + program.prefill_tokens
         read = explained.device_bytes / chip.bytes_per_s
         limit = n * max(read, 2 * numbers * tokens / chip.flops)
-        links = n * sum(_link_s(c, sizes, chip) for c in program.usual)
+        links = n * sum(link_s(c, sizes, chip) for c in program.usual)
         found.append(
             StepPrice(
                 decode_rows=program.decode_rows,
@@ -284,7 +284,7 @@ def _turns(sharding: Sharding, chip: Chip) -> int:
     return sharding.n_devices if chip.shared else 1
 
 
-def _link_s(collective: Collective, sizes: Mapping[str, int], chip: Chip) -> float:
+def link_s(collective: Collective, sizes: Mapping[str, int], chip: Chip) -> float:
     """Of collectives that are alike. Those of mode auto do not say whom they join: all devices."""
     if not chip.link_bytes_per_s:
         return 0.0

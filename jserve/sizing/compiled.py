@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +26,9 @@ from jserve.runner.layout import partitionable
 from jserve.runner.programs import compile_options
 from jserve.runner.sizes import attention_name, step_model
 from jserve.sharding import Sharding
-from jserve.sizing.explain import BUCKETS
+from jserve.sim.roofline import CHIPS
+from jserve.sizing.compare import link_s
+from jserve.sizing.explain import BUCKETS, of_program
 from jserve.sizing.layout import Layout
 from jserve.sizing.models import find
 from jserve.sizing.plan import Plan
@@ -101,7 +103,18 @@ def compiled_steps(
         kv_dtype=attention.kv_dtype(found.dtype),
         dtype=found.dtype,
     )
-    return tuple(_figures(compile_step(made, bucket), weight_bytes) for bucket in BUCKETS)
+    reports = [compile_step(made, bucket) for bucket in BUCKETS]
+    return tuple(_figures(r, weight_bytes) | exchanged(r.hlo, mesh.shape) for r in reports)
+
+
+def exchanged(hlo: str, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes of the results of a program's collectives on a device, those of branches that few steps take left out, and
+    the time that H200s are expected to take for them, each over all devices."""
+    usual = [each for each in of_program(hlo) if not each.rare]
+    return {
+        "collective_mib": sum(each.n_bytes for each in usual) / 2**20,
+        "collective_ms": sum(link_s(each, sizes, CHIPS[DESCRIBED[0]]) for each in usual) * 1e3,
+    }
 
 
 def compile_step(model: StepModel, bucket: Bucket) -> aot.Report:

@@ -45,9 +45,10 @@ PRIMITIVES = {
 """The primitives of ``model.collectives`` -> what XLA calls them."""
 _KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "pred": "bool"}
 _HLO = re.compile(
-    r"= \(?(f|bf|s|u|pred)(\d*)\[([\d,]*)\][^=]*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
-    r"(?:-start)?\("
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
+_ARRAY = re.compile(r"(f|bf|s|u|pred)(\d*)\[([\d,]*)\]")
+_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%[\w.-]+))")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,7 @@ def _program(model: StepModel, bucket: Bucket) -> StepCollectives:
         found = list(traced(jax.make_jaxpr(step)(*args).jaxpr))
     elif isinstance(model.mesh, Mesh):
         program = jax.jit(step, donate_argnums=1).lower(*args).compile()
-        found = list(_compiled(program.as_text() or ""))
+        found = list(of_program(program.as_text() or ""))
     return StepCollectives(
         decode_rows=bucket.D if not bucket.F else 0,
         prefill_tokens=bucket.P,
@@ -217,8 +218,38 @@ def _equations(jaxpr: Any, *, rare: bool = False) -> Iterator[tuple[Any, ...]]:
             yield from ((*one[:-1], True) for one in found) if unusual else found
 
 
-def _compiled(text: str) -> Iterator[Collective]:
-    """Of a program's text as XLA made it."""
-    for (kind, bits, dims, op), count in Counter(_HLO.findall(text)).items():
-        shape = tuple(int(n) for n in dims.split(",") if n)
-        yield Collective(op=op, axes=(), dtype=f"{_KINDS[kind]}{bits}", shape=shape, count=count)
+def of_program(text: str) -> Iterator[Collective]:
+    """Of a program's text as XLA made it, those that are alike together. Of the branches of a conditional all but the
+    one with the fewest are ``rare``; functions that these call are not looked into."""
+    blocks = re.split(r"\n(?=(?:ENTRY )?%\S+ \()", text)
+    bodies = {block.removeprefix("ENTRY ").split(" ", 1)[0]: block for block in blocks}
+    found = {name: list(map(_result, _HLO.findall(body))) for name, body in bodies.items()}
+    rare = set[str]()
+    for line in text.splitlines():
+        names = [name for pair in _BRANCHES.findall(line) for name in _names(pair)]
+        rare |= {*sorted(names, key=lambda name: len(found.get(name, ())))[1:]}
+    counts = Counter((*one, name in rare) for name, each in found.items() for one in each)
+    for (op, dtype, shape, unusual), count in counts.items():
+        yield Collective(op=op, axes=(), dtype=dtype, shape=shape, count=count, rare=unusual)
+
+
+def _names(pair: tuple[str, str]) -> list[str]:
+    return [name.strip() for name in ",".join(pair).split(",") if name.strip()]
+
+
+def _result(match: tuple[str, str, str]) -> tuple[str, str, tuple[int, ...]]:
+    """(op, dtype, shape) of the result; several arrays in one collective count as one of so many numbers. What begins
+    an asynchronous one has its operands first, but for an all-reduce."""
+    arrays, op, is_start = _ARRAY.findall(match[0]), match[1], bool(match[2])
+    if is_start and op == "collective-permute":
+        arrays = arrays[1:2]
+    elif is_start and op != "all-reduce":
+        arrays = arrays[len(arrays) // 2 :]
+    typed = [(f"{_KINDS[kind]}{bits}", dims) for kind, bits, dims in arrays]
+    shapes = [tuple(int(n) for n in dims.split(",") if n) for _, dims in typed]
+    dtype = typed[0][0]
+    if len(shapes) == 1:
+        return op, dtype, shapes[0]
+    pairs = zip(typed, shapes, strict=True)
+    n_bytes = sum(math.prod(shape) * jnp.dtype(name).itemsize for (name, _), shape in pairs)
+    return op, dtype, (n_bytes // jnp.dtype(dtype).itemsize,)

@@ -1,10 +1,11 @@
 """Searches the layout of a model that serves a load within its targets on the fewest devices.
 
-A layout is how many devices share a model (tensor and expert parallel) and how many such engines there are. Each is
-laid out as an engine would be, then the scheduler that serves runs the load on it, over a device that takes the
-roofline's time for each step. ::
+A layout is how many devices share a model (tensor and expert parallel), what these exchange (``Exchange``) and how many
+such engines there are. Each is laid out as an engine would be, then the scheduler that serves runs the load on it, over
+a device that takes the roofline's time for each step. ::
 
     devices   tp x ep x engines      4: 4x1x1  2x1x2  1x1x4  2x2x1 ...
+    exchange  sums x logits          float32, gathered  float32, split  weights, gathered  weights, split
 
 A layout that cannot win any more is not simulated to its end (``bounds``), which leaves the winner what it is.
 """
@@ -21,11 +22,12 @@ from typing import Any
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.arch import Moe
-from jserve.sharding import Sharding
+from jserve.ports import StepCosts
+from jserve.sharding import LOGITS, SUMS, Sharding
 from jserve.sim.costs import GPU_HOST_S, Device
 from jserve.sim.fleet import simulated
 from jserve.sim.report import ALL, Slo, summarise
-from jserve.sim.roofline import CHIPS, Chip
+from jserve.sim.roofline import CHIPS, Chip, Roofline
 from jserve.sim.simulate import Setup
 from jserve.sim.trace import TraceItem
 from jserve.sizing.bounds import GOOD, Bounds, too_slow
@@ -45,6 +47,8 @@ class TriedLayout:
     tp: int
     ep: int
     replicas: int
+    sums: str = SUMS[0]
+    logits: str = LOGITS[0]
     refused: str = ""
     """The reason why no engine starts so; empty: one does."""
     dropped: str = ""
@@ -72,7 +76,13 @@ class TriedLayout:
     def sharding(self) -> Sharding:
         """Of one process: its engines are axis ``dp``."""
         sizes = {"dp": self.replicas // self.processes, "ep": self.ep, "tp": self.tp}
-        return Sharding.of({"mesh": {k: n for k, n in sizes.items() if n > 1 or k == "tp"}})
+        mesh = {k: n for k, n in sizes.items() if n > 1 or k == "tp"}
+        return Sharding.of({"mesh": mesh, "sums": self.sums, "logits": self.logits})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What is the same whatever the devices exchange."""
+        return self.tp, self.ep, self.replicas
 
     @property
     def processes(self) -> int:
@@ -82,7 +92,7 @@ class TriedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All layouts that were looked at, the best first."""
+    """All layouts that were looked at, the best first: of the same devices each way in which they may exchange."""
 
     model: str
     device: str
@@ -94,6 +104,14 @@ class Found:
         """The one that serves on the fewest devices; None: no layout does."""
         first = self.candidates[0]
         return first if first.serves else None
+
+    @property
+    def shapes(self) -> tuple[TriedLayout, ...]:
+        """The best of each ``TriedLayout.shape``, the best first."""
+        best: dict[tuple[int, int, int], TriedLayout] = {}
+        for candidate in self.candidates:
+            best.setdefault(candidate.shape, candidate)
+        return tuple(best.values())
 
     def why_not(self, lost: TriedLayout) -> str:
         """The reason why another one is better."""
@@ -143,22 +161,32 @@ def search(
         max_model_len=options.max_model_len,
     )
     laid_out = functools.cache(functools.partial(_laid_out, model, config, chip))
-    shapes = [TriedLayout(tp=tp, ep=ep, replicas=n) for tp, ep, n in layouts(model, n_devices)]
+    groups = [
+        [
+            TriedLayout(tp=tp, ep=ep, replicas=n, sums=sums, logits=logits)
+            for sums, logits in exchanges(tp * ep, model.dtype.itemsize)
+        ]
+        for tp, ep, n in layouts(model, n_devices)
+    ]
+
+    def prefill_s(c: TriedLayout) -> float:
+        return _prefill_s(c, laid_out(c.tp, c.ep), chip, trace)
+
     # Of as many devices the one with the shortest prefill first: the others have to beat it.
-    order = sorted(shapes, key=lambda c: (c.devices, _prefill_s(laid_out(c.tp, c.ep), chip, trace)))
+    order = sorted(groups, key=lambda group: (group[0].devices, min(map(prefill_s, group))))
     found = list[TriedLayout]()
-    for done, one in enumerate(order):
+    for done, group in enumerate(order):
         progress("simulate", done, len(order))
         best = min([c for c in found if c.serves], key=_rank, default=None)
-        if best is None or best.devices == one.devices:
-            latest_ms = math.inf if best is None else best.ttft_ms
-            bounds = Bounds(slo=slo, n=len(trace), latest_ms=latest_ms)
-            one = _tried(one, laid_out(one.tp, one.ep), chip, trace, slo, bounds)
-        found.append(one)
+        if best is None or best.devices == group[0].devices:
+            laid = laid_out(group[0].tp, group[0].ep)
+            group = _tried_all(sorted(group, key=prefill_s), laid, chip, trace, slo, best)
+        found += group
     progress("simulate", len(order), len(order))
     found.sort(key=_rank)
     if (near := found[0]).dropped and near.n_over:  # how near it comes is worth its end
-        found[0] = _tried(near, laid_out(near.tp, near.ep), chip, trace, slo)
+        laid = laid_out(near.tp, near.ep)
+        found[0] = _tried(near, laid, _costs([near], laid, chip), chip, trace, slo)
     return Found(model=model.name, device=chip.name, devices=n_devices, candidates=tuple(found))
 
 
@@ -173,20 +201,63 @@ def layouts(model: Model, n_devices: int) -> Iterator[tuple[int, int, int]]:
                     yield tp, ep, n // (tp * ep)
 
 
+def exchanges(n_devices: int, itemsize: int) -> Iterator[tuple[str, str]]:
+    """(sums, logits) that differ, of an engine over so many devices whose weights take ``itemsize`` bytes a number."""
+    for sums in SUMS if n_devices > 1 and itemsize < 4 else SUMS[:1]:
+        for logits in LOGITS if n_devices > 1 else LOGITS[:1]:
+            yield sums, logits
+
+
 def _rank(c: TriedLayout) -> tuple[float, ...]:
     """The best first: those that serve, on few devices, with early first tokens and few parts; then those that nearly
     do."""
+    parts = (c.tp, c.ep, SUMS.index(c.sums), LOGITS.index(c.logits))
     if c.serves:
-        return (0, c.devices, c.ttft_ms, c.tp, c.ep)
-    return (2 if c.refused else 1, -(c.good_share or 0.0), -c.n_over, c.devices, c.tp, c.ep)
+        return (0, c.devices, c.ttft_ms, *parts)
+    return (2 if c.refused else 1, -(c.good_share or 0.0), -c.n_over, c.devices, *parts)
 
 
-def _prefill_s(laid: Layout | ConfigError, chip: Chip, trace: Sequence[TraceItem]) -> float:
+def _prefill_s(
+    made: TriedLayout, laid: Layout | ConfigError, chip: Chip, trace: Sequence[TraceItem]
+) -> float:
     """Seconds of a step that computes a prompt of the load's mean length."""
-    if isinstance(laid, ConfigError):
-        return math.inf
     mean = sum(item.n_prompt for item in trace) // len(trace)
-    return roofline_of(laid, chip).seconds(0, max(1, mean), mean)
+    return _costs([made], laid, chip).seconds(0, max(1, mean), mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Cheapest:
+    """``ports.StepCosts``: of each step those of the cheapest of ``lines``; none: no engine starts."""
+
+    lines: tuple[Roofline, ...]
+
+    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
+        if not self.lines:
+            return math.inf
+        first, *others = self.lines
+        least = first.seconds(n_decode, n_prefill, n_context)
+        if not others:
+            return least
+        sizes = (n_decode + n_prefill, n_decode + (n_prefill > 0))
+        apart = [line.exchange_s(*sizes) for line in self.lines]
+        return least - apart[0] + min(apart)
+
+
+def _costs(group: Sequence[TriedLayout], laid: Layout | ConfigError, chip: Chip) -> Cheapest:
+    """Of an engine that exchanges, at each step, in the cheapest way of those of ``group``."""
+    if isinstance(laid, ConfigError):
+        return Cheapest(())
+    line, narrow = roofline_of(laid, chip), laid.model.dtype.itemsize
+    return Cheapest(
+        tuple(
+            dataclasses.replace(
+                line,
+                sum_itemsize=narrow if one.sums == "weights" else 4,
+                splits_logits=one.logits == "split",
+            )
+            for one in group
+        )
+    )
 
 
 def _laid_out(
@@ -200,9 +271,38 @@ def _laid_out(
         return error
 
 
+def _tried_all(
+    group: Sequence[TriedLayout],
+    laid: Layout | ConfigError,
+    chip: Chip,
+    trace: Sequence[TraceItem],
+    slo: Slo,
+    best: TriedLayout | None,
+) -> list[TriedLayout]:
+    """``group``, which differ in what they exchange, with what became of each beside ``best``; all are dropped at once
+    where even the cheapest exchange at each step cannot win."""
+    if len(group) > 1 and (bounds := _bounds(best, trace, slo)) is not None:
+        least = _tried(group[0], laid, _costs(group, laid, chip), chip, trace, slo, bounds)
+        if least.dropped:
+            fate = {"dropped": least.dropped, "n_over": least.n_over}
+            return [dataclasses.replace(one, **fate) for one in group]
+    tried = list[TriedLayout]()
+    for one in group:
+        bounds, costs = _bounds(best, trace, slo), _costs([one], laid, chip)
+        tried.append(one := _tried(one, laid, costs, chip, trace, slo, bounds))
+        if one.serves:
+            best = one if best is None else min(best, one, key=_rank)
+    return tried
+
+
+def _bounds(best: TriedLayout | None, trace: Sequence[TraceItem], slo: Slo) -> Bounds | None:
+    return Bounds(slo=slo, n=len(trace), latest_ms=math.inf if best is None else best.ttft_ms)
+
+
 def _tried(
     made: TriedLayout,
     laid: Layout | ConfigError,
+    costs: StepCosts,
     chip: Chip,
     trace: Sequence[TraceItem],
     slo: Slo,
@@ -211,7 +311,7 @@ def _tried(
     """``made`` with its figures, or with the reason why it cannot win; without ``bounds`` with its figures."""
     if isinstance(laid, ConfigError):
         return dataclasses.replace(made, refused=laid.message)
-    device = _device(laid, chip)
+    device = _device(laid, costs, chip)
     if bounds is not None and (why := too_slow(device.costs.seconds(1, 0, 0), trace, slo)):
         return dataclasses.replace(made, dropped=why)
     setup = Setup(config=laid.config, device=device, replicas=made.replicas, watch=bounds)
@@ -232,11 +332,11 @@ def _tried(
     )
 
 
-def _device(laid: Layout, chip: Chip) -> Device:
+def _device(laid: Layout, costs: StepCosts, chip: Chip) -> Device:
     line, sizes = roofline_of(laid, chip), laid.sizes
     return Device(
         name=f"{laid.model.name} on {laid.tp} x {chip.name} (roofline)",
-        costs=line,
+        costs=costs,
         n_pages=sizes.memory.n_pages,
         max_model_len=laid.model.arch.max_position,
         window=line.kv.window,

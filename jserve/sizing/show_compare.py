@@ -65,7 +65,8 @@ def _draw_cost(axis: Any, rows: Sequence[Row]) -> None:
 def _in_short(figures: dict[str, Any]) -> str:
     """Of a step as compiled."""
     n = sum(figures["collectives"].values())
-    return f"{n}; {figures['nodes']}; {figures['temp_bytes'] / 2**20:.1f}"
+    links = f"{n}, {figures['collective_mib']:.2f}, {figures['collective_ms']:.2f}"
+    return f"{links}; {figures['nodes']}; {figures['temp_bytes'] / 2**20:.1f}"
 
 
 def _has(rows: Sequence[Row], name: str) -> bool:
@@ -79,7 +80,10 @@ def as_text(rows: Sequence[Row], about: dict[str, Any], console: Console) -> Non
     for step in ("8 sequences", "256 prompt tokens"):
         table.add_column(f"{step}: collectives, MiB, expected ms; step ms", justify="right")
     if _has(rows, "compiled"):
-        table.add_column("compiled: collectives; nodes; scratch MiB of both steps", justify="right")
+        table.add_column(
+            "compiled: collectives, MiB, expected ms; nodes; scratch MiB of both steps",
+            justify="right",
+        )
     if _has(rows, "simulated"):
         table.add_column("simulated: first token p99 ms, between tokens p99 ms", justify="right")
         table.add_column("output tok/s; device-hours and $ a million", justify="right")

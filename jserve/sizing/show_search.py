@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import yaml
 from rich.console import Console
@@ -16,11 +17,11 @@ def as_json(found: Found) -> str:
 
 
 def as_text(found: Found, console: Console) -> None:
-    """One line a layout, the best first."""
+    """One line for each way to use the devices, the best first; what these exchange is what serves best."""
     table = Table("sharding", "engines", "devices", "good", "first token p99 ms")
     for column in ("between tokens p99 ms", "output tok/s", "busy", "why not"):
         table.add_column(column, justify="left" if column == "why not" else "right")
-    for candidate in found.candidates:
+    for candidate in found.shapes:
         won = candidate is found.winner
         table.add_row(*_cells(found, candidate), style="bold" if won else None)
     console.print(f"{found.model} on up to {found.devices} x {found.device}", style="bold")
@@ -45,7 +46,7 @@ def _cells(found: Found, c: TriedLayout) -> tuple[str, ...]:
 def command(winner: TriedLayout) -> str:
     """The command that serves like this: several engines of one machine are groups (dp) of one process."""
     replicas = f" --replicas {winner.processes}" if winner.processes > 1 else ""
-    return f"jserve serve MODEL --sharding {winner.sharding}{replicas}"
+    return f"jserve serve MODEL --sharding {shlex.quote(str(winner.sharding))}{replicas}"
 
 
 def as_spec(winner: TriedLayout) -> str:

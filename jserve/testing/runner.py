@@ -140,7 +140,7 @@ class FakeRunner:
         n_rows = min(self._limits.n_vocab_rows, self._limits.n_slots)
         self._vocab_rows = [_VocabRow() for _ in range(n_rows)]
         self.host: dict[int, HostCopy] = {}
-        """The contents of each host page: tokens, ctx, poison, shown."""
+        """The contents of each host page, in the order of ``_page_arrays``."""
 
     @property
     def limits(self) -> RunnerLimits:
@@ -197,7 +197,7 @@ class FakeRunner:
         for move in plan.moves:
             assert 0 < move.page < self._limits.n_pages, f"page {move.page} is moved"
             assert 0 <= move.host < self._limits.n_host_pages, f"host page {move.host} is moved"
-            arrays = (self.token_PZ, self.ctx_PZ, self.poison_PZ, self.shown_PZ)
+            arrays = self._page_arrays()
             if move.out:
                 saved[move.host] = tuple(array[move.page].copy() for array in arrays)
                 continue
@@ -206,6 +206,10 @@ class FakeRunner:
                 array[move.page] = kept
             self.step_P[move.page] = RESTORED
         return saved
+
+    def _page_arrays(self) -> tuple[np.ndarray, ...]:
+        """[P, Z] each: what a page holds, wherever it is moved."""
+        return self.token_PZ, self.ctx_PZ, self.poison_PZ, self.shown_PZ
 
     def _load(self, load: SlotLoad) -> None:
         slot = self._slots[load.slot]

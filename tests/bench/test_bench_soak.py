@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
 import time
 from contextlib import asynccontextmanager
 
@@ -82,16 +84,24 @@ def test_a_soak_with_a_journal_ends_well_if_that_is_computed_again(
     tmp_path, monkeypatch, code, replayed, ends
 ):
     """2: there was no server, and there is no journal."""
-    path, ran = tmp_path / "run.journal", []
+    path, out, ran = tmp_path / "run.journal", tmp_path / "soak.json", []
 
     def server(args, *rest):
         assert f"--journal {path}" in args.extra
         return code
 
+    def run(argv, **_):
+        ran.append(argv)
+        return subprocess.CompletedProcess(argv, replayed, stdout="9 tokens computed again")
+
     monkeypatch.setattr(soak, "against_server", server)
-    monkeypatch.setattr(soak.subprocess, "call", lambda argv: ran.append(argv) or replayed)
-    assert soak.main(["--journal", str(path)]) == ends
+    monkeypatch.setattr(soak.subprocess, "run", run)
+    assert soak.main(["--journal", str(path), "--json", str(out)]) == ends
     assert [argv[-3:] for argv in ran] == ([] if code == 2 else [["replay", str(path), "--device"]])
+    if code < 2:
+        (line,) = json.loads(out.read_text())["lines"]
+        assert line["replay"]["differs"] == bool(replayed)
+        assert line["replay"]["said"] == "9 tokens computed again"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -24,7 +25,7 @@ from tests.docs.pages import ROOT, Block, blocks
 PORT = "http://127.0.0.1:8000"
 BLOCKS = blocks("sh", "bash")
 COMMANDS = [(b, words) for b in BLOCKS for words in b.commands()]
-ELSEWHERE = {"serve": "tests/whole/test_serve.py", "chat": "tests/test_cli.py"}
+ELSEWHERE = {"serve": "tests/whole/test_serve.py", "chat": "tests/docs/test_commands.py"}
 """Commands that do not end by themselves: other tests run them."""
 RESEARCH = ("compile", "manifest", "replay")
 """Of a tiny model, in the order of the page."""
@@ -85,7 +86,25 @@ def parsed(words: list[str]) -> EngineConfig:
 @pytest.mark.parametrize("words", of("jserve"))
 def test_each_of_them_runs_in_some_test(words: list[str]) -> None:
     assert words[1] in ("env", "plan", *LONG, *RESEARCH, *ELSEWHERE)
-    assert words[1] not in ELSEWHERE or words[1] in (ROOT / ELSEWHERE[words[1]]).read_text()
+    assert words[1] not in ELSEWHERE or words[1] in run_by(ELSEWHERE[words[1]])
+
+
+def run_by(path: str) -> set[str]:
+    """The commands that the tests of a file run: in a process of their own, or by the parser of the command line."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if not isinstance(node, ast.List):
+            continue
+        words = [each.value if isinstance(each, ast.Constant) else None for each in node.elts]
+        if "jserve.cli" in words:
+            found.add(str(words[words.index("jserve.cli") + 1]))
+    calls = re.findall(r"""(?:invoke\(app|run\(), \[?["'](\w+)["']""", (ROOT / path).read_text())
+    return found | {*calls}
+
+
+def test_a_command_that_no_test_runs_would_be_seen() -> None:
+    assert "serve" in run_by(ELSEWHERE["serve"])
+    assert not {"quality", "server", "chat"} & run_by(ELSEWHERE["serve"])
 
 
 @pytest.mark.parametrize("words", [p for p in of("jserve") if jserve("env", "plan")(p)])
@@ -126,6 +145,21 @@ def test_programs_are_listed_and_a_journal_is_computed_again(
             ran([str(tiny_dir) if word == "my-model" else word for word in words])
         if words[1] == "compile":
             (tmp_path / "other.json").write_bytes((tmp_path / "manifest.json").read_bytes())
+    specs = ["--spec", "tp=1", "--spec", "tp=2", "--trace", "run.journal", "--live"]
+    how = ["--load-format", "dummy", "--compile-cache", "", "--max-model-len", "128"]
+    ran(["jserve", "bench", "shard", str(tiny_dir), *specs, *how, "--max-num-seqs", "2"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_dialogue_runs(tiny_dir: Path) -> None:
+    how = ["--load-format", "dummy", "--compile-cache", "", "--max-num-seqs", "2"]
+    words = [str(tiny_dir), *how, "--max-model-len", "128", "--max-tokens", "4"]
+    done = CliRunner().invoke(app, ["chat", *words], input="Hello\n/new\nHello\n/quit\nHello\n")
+    assert done.exit_code == 0, done.output
+    answers = done.stdout.strip("\n").split("\n")
+    assert len(answers) == 2
+    assert answers[0] == answers[1] != ""
 
 
 def ran(words: list[str]) -> None:

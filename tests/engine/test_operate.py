@@ -43,7 +43,9 @@ class WeighedRunner(FakeRunner):
         self.gone = ""
         """As ``LiveWeights.weights_fault``."""
         self.asleep: set[str] = set()
-        self.seen: dict[tuple[str, int], set[tuple[int, int, int]]] = defaultdict(set)
+        self.seen: dict[tuple[str, int], set[int]] = defaultdict(set)
+        """The numbers of what each sequence read."""
+        self.n_written = 0
         super().__init__(limits, step_s=step_s)
 
     def reset(self) -> None:
@@ -52,6 +54,10 @@ class WeighedRunner(FakeRunner):
         """Steps in flight that have the weights of before."""
         self.weights_PZ = np.full(self.token_PZ.shape, -1, np.int64)
         self.written_PZ = np.zeros(self.token_PZ.shape, np.int64)
+        """The number of what was written there last, wherever it is moved."""
+
+    def _page_arrays(self) -> tuple[np.ndarray, ...]:
+        return *super()._page_arrays(), self.weights_PZ, self.written_PZ
 
     def update_weights(
         self, source: Any, *, partial: bool, donate: bool, alias: bool, beside: bool = False
@@ -106,11 +112,11 @@ class WeighedRunner(FakeRunner):
             new = group.cells(np.arange(start, start + len(tokens)))
             self.ctx_PZ[new] ^= np.uint64(mix(self.weights))
             self.weights_PZ[new] = self.weights
-            self.written_PZ[new] += 1
+            self.written_PZ[new] = self.n_written + np.arange(len(tokens))
+            self.n_written += len(tokens)
             cells = group.cells(np.arange(start + len(tokens)))
-            read = zip(*cells, self.weights_PZ[cells], self.written_PZ[cells], strict=True)
-            for page, off, weights, n in read:
-                known = (int(page), int(off), int(n))
+            for weights, n in zip(self.weights_PZ[cells], self.written_PZ[cells], strict=True):
+                known = int(n)
                 fits = weights == self.weights or (not self.strict and known in mine)
                 assert fits, f"KV of weights {weights} is read under {self.weights}"
                 mine.add(known)

@@ -31,7 +31,10 @@ def run(examples: int, steps: int = 40, **more: Any) -> None:
 
 
 def test_random_updates_keep_every_invariant() -> None:
+    WeightsMachine.came.clear()
     run(60)
+    for name in ("updates over pages in host memory", "pages that came back"):
+        assert WeightsMachine.came[name] > 5, name
 
 
 @pytest.mark.slow
@@ -43,6 +46,19 @@ def test_random_updates_keep_every_invariant_nightly() -> None:
 def cached_pages_stay(patch: pytest.MonkeyPatch) -> None:
     """Prefixes that the old weights computed are found by new requests."""
     patch.setattr(PageCache, "clear", lambda self, **how: None)
+
+
+def host_pages_keep_their_names(patch: pytest.MonkeyPatch) -> None:
+    """Prefixes that the old weights computed come back from host memory."""
+    clear = PageCache.clear
+
+    def device_alone(self: PageCache, **how: Any) -> int:
+        tier, self.tier = self.tier, None
+        n = clear(self)
+        self.tier = tier
+        return n
+
+    patch.setattr(PageCache, "clear", device_alone)
 
 
 def running_keep_their_kv(patch: pytest.MonkeyPatch) -> None:
@@ -91,6 +107,7 @@ def paused_and_planned(patch: pytest.MonkeyPatch) -> None:
 
 BUGS = [
     cached_pages_stay,
+    host_pages_keep_their_names,
     running_keep_their_kv,
     spans_are_of_the_newest,
     turns_are_mixed_up,

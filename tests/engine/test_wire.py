@@ -62,6 +62,13 @@ OUTPUT = Output(
     stop_reason=8,
     seed=2**63 - 1,
 )
+NO_NUMBERS = np.array([object()])
+ARRAYS = (
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.array([[1, -2]], np.int8),
+    np.zeros((0, 4), np.float16),
+    np.array(True),
+)
 TO = [
     Start(config=EngineConfig().flat()),
     Submit(request=REQUEST),
@@ -366,3 +373,42 @@ def test_an_idle_engine_does_not_spin(served):
     begun = time.process_time()
     assert front.receive(0.5) == []
     assert time.process_time() - begun < 0.1
+
+
+def test_values_of_step_features_cross_as_arrays() -> None:
+    """In as many bytes as they have, and whoever reads them gets their type and shape."""
+    here, there = socket.socketpair()
+    sender, receiver = SocketLink(here, ToEngine), SocketLink(there, FromEngine)
+    large = np.linspace(0, 1, 4096, dtype=np.float32)
+    output = Output(request_id="r", index=0, extra={"tap": (*ARRAYS, large)}, prompt_extra=None)
+    assert len(pack(Outputs(step=1, outputs=[output]))) < large.nbytes + 500
+    sender.send(Outputs(step=1, outputs=[output]))
+    (message,) = receiver.receive(5.0)
+    found = message.outputs[0].extra["tap"]
+    for sent, got in zip((*ARRAYS, large), found, strict=True):
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+        np.testing.assert_array_equal(got, sent)
+    here.close()
+    there.close()
+
+
+def test_an_array_that_is_none_is_reported() -> None:
+    with pytest.raises(TypeError, match="ndarray cannot cross"):
+        pack(Outputs(step=1, outputs=[Output(request_id="r", index=0, extra={"x": (NO_NUMBERS,)})]))
+    here, there = socket.socketpair()
+    receiver = SocketLink(there, FromEngine)
+    wrong = [
+        msgspec.msgpack.Ext(1, b"x"),
+        msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("|O", (1,), b"12345678"))),
+        msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("<f4", (3,), b"1234"))),
+        msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("no type", (1,), b"1234"))),
+        msgspec.msgpack.Ext(7, b""),
+    ]
+    for each in wrong:
+        payload = msgspec.msgpack.encode({"type": "ready", "info": {"x": each}})
+        here.sendall(struct.pack("<I", len(payload)) + payload)
+        (message,) = receiver.receive(5.0)
+        assert isinstance(message, Fault), each
+        assert message.code == "malformed"
+    here.close()
+    there.close()

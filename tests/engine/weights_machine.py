@@ -8,8 +8,8 @@ lets nobody read KV of others but sequences that lived through a ``mix``, and th
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
-from typing import Any
+from collections import Counter, defaultdict, deque
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -55,6 +55,10 @@ class NotedRunner(WeighedRunner):
                 self.drew[row.choice.request.id, row.choice.index].append((weights, tokens))
         return flight
 
+    def _move(self, plan: Any) -> Any:
+        WeightsMachine.came["pages that came back"] += sum(not move.out for move in plan.moves)
+        return super()._move(plan)
+
     def _write(self, row: Any, *rest: Any) -> None:
         self.strict = (row.choice.request.id, row.choice.index) not in self.mixed
         super()._write(row, *rest)
@@ -76,15 +80,24 @@ class Told:
 class WeightsMachine(RuleBasedStateMachine):
     """Checks after every rule; the teardown runs everything to its end."""
 
+    came: ClassVar[Counter[str]] = Counter()
+    """How often, in all runs together, what a test relies on came about."""
+
     @initialize(
         overlap=st.sampled_from([0, 1, 2]),
         drafts=st.sampled_from([0, 0, 3]),
         n_pages=st.sampled_from([18, 26, 49]),
         chunk=st.sampled_from([0, 5]),
+        n_host=st.sampled_from([0, 6, 30]),
     )
-    def start(self, overlap: int, drafts: int, n_pages: int, chunk: int) -> None:
+    def start(self, overlap: int, drafts: int, n_pages: int, chunk: int, n_host: int) -> None:
         limits = dataclasses.replace(
-            LIMITS, max_drafts=drafts, n_pages=n_pages, vocab_size=VOCAB, max_model_len=40
+            LIMITS,
+            max_drafts=drafts,
+            n_pages=n_pages,
+            vocab_size=VOCAB,
+            max_model_len=40,
+            n_host_pages=n_host,
         )
         scheduler = CONFIG.scheduler
         config = dataclasses.replace(
@@ -134,10 +147,21 @@ class WeightsMachine(RuleBasedStateMachine):
         if able:
             resources.preempt(able[pick % len(able)])
 
+    @precondition(lambda self: self.n)
+    @rule(again=st.booleans())
+    def evict(self, again: bool) -> None:
+        """What nobody reads goes to host memory, where there is some; a request may ask for it ``again``."""
+        self.steps(12)
+        self.engine.scheduler.resources.cache.evict(9)
+        self.add(12, [1], 3, 1)
+        if again:
+            self.steps(6)
+            self.add(12, [2], 3, 1)
+
     @rule(running=st.sampled_from(POLICIES))
     def update(self, running: str) -> None:
         self.step()  # all that was handed in before is with the scheduler, or waits
-        before, old = self.live(), self.runner.weights
+        before, old, n_host = self.live(), self.runner.weights, len(self.runner.host)
         self.version += 1
         fields = {"source": self.version, "version": f"v{self.version}", "running": running}
         if running == "mix":  # whoever has KV may go on with it
@@ -151,6 +175,7 @@ class WeightsMachine(RuleBasedStateMachine):
                 self.runner.mixed = mixed
             return
         assert answer is not None or running == "finish", "an update that waits"
+        self.came["updates over pages in host memory"] += n_host > 0
         if running == "abort":
             assert not {key for key in before if not self.told[key].ends}, "some are not aborted"
         if running in ("finish", "beside"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from jserve.config import EngineConfig
 from jserve.model.feature import StepFeature
 from jserve.model.features import MASK, SCORE
 from jserve.model.view import Bucket
-from jserve.runner.buckets import MOST_VERIFIED, Ladder, Needs, beside_prefill
+from jserve.runner.buckets import APART, MOST_VERIFIED, Ladder, Needs, beside_prefill
 from jserve.runner.sizes import draft_rows
 from jserve.speculation.policy.draft_count import widths
 
@@ -162,3 +163,22 @@ def test_whatever_has_a_program_has_one_with_the_registered_features(how):
         assert {*own} <= {*chosen.features}
         assert bucket.P or not chosen.P
         assert (SCORE in chosen.features) == (SCORE in bucket.features)
+
+
+@pytest.mark.parametrize("skips_padding", [False, True])
+def test_a_row_that_asks_pays_for_few_others(skips_padding: bool) -> None:
+    """However many rows decode or tokens are computed, its program has at most ``APART`` times the tokens of the one
+    that would do without it, and there are at most as many programs more as those steps need."""
+    own = (StepFeature(name="hot"),)
+    limits = {"max_decode_rows": 64, "max_prefill_tokens": 2048, "max_prefill_rows": 64}
+    plain, made = (
+        Ladder.of(**limits, masks=True, registered=given, skips_padding=skips_padding)
+        for given in ((), own)
+    )
+    for rows, tokens in itertools.product((0, 1, 2, 3, 9, 33, 64), (0, 20, 100, 300, 1500, 2048)):
+        if rows + tokens:
+            needs = Needs(D=rows, P=tokens, F=min(tokens, 1))
+            bare, asked = (plain.choose(needs), made.choose(replace(needs, features=own)))
+            assert asked.T <= APART * bare.T, (rows, tokens)
+    assert made.choose(Needs(D=1, P=0, F=0, features=own)).T == 2
+    assert len(made.buckets) - len(plain.buckets) <= 9

@@ -62,7 +62,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "params": {"layers/.*/down": [None, ["x", "y"]]},
     },
 }
-QUICK = ("2D, split logits", "2D, width, split residual")
+QUICK = ("2D, split logits", "2D, width, split residual", "auto, by path")
 
 
 def runner(
@@ -163,8 +163,9 @@ BUGS: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize(
+    "name", [n if n == "no sum" else pytest.param(n, marks=pytest.mark.slow) for n in BUGS]
+)
 def test_a_planted_bug_is_seen(name: str, monkeypatch: Any) -> None:
     spec, module, what, broken = BUGS[name]
     want = alone(1)

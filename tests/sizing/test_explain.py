@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jserve import Sharding, explain_sharding
 from jserve.errors import ConfigError
 from jserve.model.mesh import mesh_of
 from jserve.model.shard import ShardRules, padded
+from jserve.sizing.compiled import exchanged
+from jserve.sizing.explain import of_program
 from jserve.sizing.models import find
 from jserve.weights.dummy import draw_all
 from jserve.weights.place import tp_size
@@ -89,3 +92,48 @@ def test_what_a_model_cannot_honour_is_refused(given: dict[str, Any], field: str
     with pytest.raises(ConfigError) as caught:
         explain_sharding(MINI, given)
     assert caught.value.field == field
+
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%few (p: f32[8,64]) -> f32[8,64] {
+  ROOT %r = f32[8,64]{1,0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+
+%many (p: f32[8,64]) -> f32[8,64] {
+  %r = f32[8,64]{1,0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+  ROOT %s = f32[8,128]{1,0} all-gather(%r), dimensions={1}
+}
+
+ENTRY %main (p: f32[8,64]) -> f32[8,64] {
+  %a = f32[8,64]{1,0} all-reduce-start(%p), to_apply=%add
+  %b = (f32[8,64]{1,0}, bf16[4]{0}) all-reduce-start(%p, %q), to_apply=%add
+  %c = (f32[8,64]{1,0}, f32[8,256]{1,0}) all-gather-start(%p), dimensions={1}
+  %d = (s32[5]{0}, s32[5]{0}, u32[], u32[]) collective-permute-start(%p)
+  %e = f32[8,64]{1,0} all-reduce-done(%a)
+  ROOT %f = f32[8,64]{1,0} conditional(%i, %p, %p), branch_computations={%few, %many}
+}
+"""
+
+
+def test_collectives_of_a_program_are_read_from_its_text() -> None:
+    """Operands of what begins one are no results, several arrays in one are one, and a branch is taken rarely."""
+    found = list(of_program(PROGRAM))
+    usual = Counter({(c.op, c.dtype, c.shape): c.count for c in found if not c.rare})
+    assert usual == {
+        ("all-reduce", "float32", (8, 64)): 2,
+        ("all-reduce", "float32", (8 * 64 + 2,)): 1,
+        ("all-gather", "float32", (8, 256)): 1,
+        ("collective-permute", "int32", (5,)): 1,
+    }
+    rare = Counter({c.op: c.count for c in found if c.rare})
+    assert rare == {"all-reduce": 1, "all-gather": 1}
+    figures = exchanged(PROGRAM, {"x": 2, "y": 4})
+    n_bytes = 2 * 2048 + (2048 + 8) + 8192 + 20
+    assert figures["collective_mib"] == pytest.approx(n_bytes / 2**20)
+    sent = 7 / 8 * (2 * (2 * 2048 + 2048 + 8) + 8192 + 20)
+    assert figures["collective_ms"] == pytest.approx((5 * 8e-6 + sent / 450e9) * 1e3)

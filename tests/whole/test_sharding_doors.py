@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,25 @@ def test_a_server_serves_a_file(tiny_dir: Path, tmp_path: Path) -> None:
         finally:
             assert server.stop() == 0
     assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_has_groups_of_devices(tiny_dir: Path, tmp_path: Path) -> None:
+    """Two engines behind one address give what one gives."""
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    told = []
+    for sharding in ("tp=1", "dp=2"):
+        options = {**OPTIONS, "compile_cache": cache, "sharding": sharding}
+        server = Server(tiny_dir, tmp_path / "log", **options)
+        try:
+            asked = {"model": "tiny-llama", "max_tokens": 24, "temperature": 1.0}
+            ask = partial(client(server).completions.create, **asked)
+            with ThreadPoolExecutor(8) as pool:
+                made = [pool.submit(ask, prompt=f"{i} the quick", seed=i) for i in range(8)]
+                told.append([each.result().choices[0].text for each in made])
+            assert ("2 x (" in server.banner) == (sharding == "dp=2"), server.banner
+        finally:
+            assert server.stop() == 0
+    assert told[0] == told[1]
+    assert len({*told[0]}) > 4

@@ -86,7 +86,18 @@ def expected(llm: LLM, out: Any, changed: Any) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_steered_and_plain_rows_share_steps_and_no_kv(llm: LLM) -> None:
+def test_steered_and_plain_rows_share_steps_and_no_kv(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, together = llm._engine.runner, []  # type: ignore[attr-defined]
+    launch = runner.launch
+
+    def noted(plan: Any) -> Any:
+        params = [row.choice.request.params for row in plan.rows]
+        together.append({*(name for one in params for name in (one.extra_args or {"plain": 0}))})
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", noted)
     along = CALM / np.linalg.norm(CALM)
     cases = {
         "plain": ({}, lambda x: x),
@@ -98,6 +109,8 @@ def test_steered_and_plain_rows_share_steps_and_no_kv(llm: LLM) -> None:
     }
     asked = [params(**extra) for extra, _ in cases.values()]
     outs = llm.generate([PROMPT] * len(cases), asked, use_tqdm=False)
+    assert {"plain", "mood"} in together, "a steered row and a plain one in one step"
+    assert max(together, key=len) >= {"mood", "fixed", "less"}, "and rows of three ways to steer"
     assert llm._engine.runner.programs.late_compiles == 0  # type: ignore[attr-defined]
     for out, (name, (_, changed)) in zip(outs, cases.items(), strict=True):
         _, logprobs = drawn(out)

@@ -4,25 +4,30 @@ chunking; programs of others are untouched."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import openai
 import pytest
 
 from jserve import LLM, SamplingParams, functional, tap
 from jserve.errors import BadRequest, ConfigError
 from jserve.model import features
 from jserve.model.features import register_feature
+from jserve.model.features.tap import where_asked
 from jserve.model.hand import step_model
 from jserve.model.step import make_step
-from jserve.model.view import Bucket, buffer_size
+from jserve.model.view import Bucket, StepDims, buffer_size
 from tests.model.assembly import assemble_all
 from tests.whole.conftest import SMALL_OPTIONS
+from tests.whole.test_serve import Server, client
 
 POINTS = ("blocks.0.hook_mlp_out", "blocks.1.hook_resid_post")
 PROMPTS = ["the fox", " ".join(["the quick brown fox jumps over the lazy dog"] * 3)]
@@ -94,7 +99,10 @@ def test_a_prompt_has_values_of_every_token_whatever_is_cached(llm: LLM) -> None
             n = len(out.prompt_token_ids)
             told, drawn = out.prompt_extra["probe"], out.outputs[0].extra["probe"]
             assert (len(told), out.num_cached_tokens) == (n, 0)
-            assert told[-1] == drawn[0], "the last token of the prompt is where the first is drawn"
+            assert isinstance(told[0], np.ndarray)
+            assert np.array_equal(told[-1], drawn[0]), (
+                "the last token of the prompt is where the first is drawn"
+            )
             found = np.array([*told, *drawn[1:]], np.float32)
             np.testing.assert_allclose(found, whole(llm, out), rtol=1e-4, atol=1e-4)
         probe, size = (np.array(outs[0].prompt_extra[name]) for name in ("probe", "size"))
@@ -140,6 +148,29 @@ def test_what_is_asked_is_checked(llm: LLM) -> None:
         drawn_only.check("prompt")
 
 
+@pytest.mark.parametrize(
+    ("asks", "of_prompt", "said"), [(False, False, 0), (True, False, 1), (True, True, 2)]
+)
+def test_reductions_are_computed_where_somebody_asks(
+    asks: bool, of_prompt: bool, said: int
+) -> None:
+    """Beside rows that ask for another tap of the same program they are skipped, whatever is in the stream."""
+    probe = tap("size", *POINTS, reduce=lambda x_PD: (x_PD**2).sum(), prompt=True)
+    dims = StepDims(C=2, M=1, Z=16, V=8)
+    (asked,) = probe.fields(Bucket(D=2, P=0, F=0), dims)
+    views = {asked.name: np.full((), 7, np.int32)}
+    row = SimpleNamespace(
+        choice=SimpleNamespace(request=SimpleNamespace(params=SamplingParams(extra_args={"x": 1}))),
+        prompt_features=("size",) if of_prompt else (),
+    )
+    if asks:
+        row.choice.request.params = SamplingParams(extra_args={"size": True})
+    probe.pack(views, [row], [0], dims)  # type: ignore[arg-type]
+    assert views[asked.name] == said
+    found = where_asked(jnp.asarray(said > 0), jax.vmap(lambda x_D: x_D.sum()), jnp.ones((2, 3)))
+    assert found.tolist() == ([3.0, 3.0] if said else [0.0, 0.0])
+
+
 def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
     """The lowered step is the same text whether or not a tap is registered; only the tapped bucket's differs."""
     model = step_model(json.loads((tiny_dir / "config.json").read_text()))
@@ -165,3 +196,45 @@ def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="names no point") as caught:
         text(plain.with_also(tap("wrong", "blocks.9.hook_mlp_out")))
     assert caught.value.field == "wrong"
+
+
+PLUGIN = """
+import jserve
+jserve.register_feature(jserve.tap("probe", "blocks.0.hook_mlp_out", prompt=True))
+jserve.register_feature(
+    jserve.tap("size", "blocks.0.hook_mlp_out", reduce=lambda x_PD: (x_PD**2).sum())
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_gives_them_where_it_may(tiny_dir: Path, tmp_path: Path) -> None:
+    """Arrays of the engine's process are nested lists in an answer and in its stream; without the flag a name is
+    refused."""
+    plugin = tmp_path / "own_taps.py"
+    plugin.write_text(PLUGIN)
+    asked = {"model": "tiny-llama", "prompt": "the fox", "max_tokens": 5, "temperature": 0}
+    wish: dict[str, Any] = {"ignore_eos": True, "vllm_xargs": {"probe": "prompt", "size": True}}
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    for allowed in (False, True):
+        options = SMALL_OPTIONS | {"compile_cache": cache, "allow_taps": allowed}
+        server = Server(tiny_dir, tmp_path / "log", **options, plugins=plugin)
+        try:
+            ask = client(server).completions.create
+            if not allowed:
+                with pytest.raises(openai.BadRequestError, match="--allow-taps"):
+                    ask(**asked, extra_body=wish)
+                continue
+            (choice,) = ask(**asked, extra_body=wish).choices
+            drawn, size = (np.array(choice.extra[name]) for name in ("probe", "size"))
+            prompt = np.array(choice.prompt_extra["probe"])
+            assert drawn.shape == (5, 1, 32)
+            assert prompt.shape[1:] == (1, 32)
+            np.testing.assert_array_equal(prompt[-1], drawn[0])
+            np.testing.assert_allclose((drawn**2).sum(axis=(1, 2)), size, rtol=1e-4)
+            pieces = [c.choices[0] for c in ask(**asked, extra_body=wish, stream=True)]
+            extra = [piece.extra["probe"] for piece in pieces if getattr(piece, "extra", None)]
+            np.testing.assert_array_equal(np.concatenate(extra), drawn)
+        finally:
+            assert server.stop() == 0

@@ -16,10 +16,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from jserve import LLM, SamplingParams
+from jserve.engine.wire import Control
 from jserve.errors import BadRequest, WeightsError
 from jserve.model.families import family_for
 from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.runner.memory import DeviceMemory
+from jserve.weights import orbax
 from jserve.weights.adapters import AdapterDelta
 from jserve.weights.layout import split
 from jserve.weights.place import named
@@ -247,14 +249,16 @@ def nothing_compiles(llm: LLM) -> Iterator[None]:
 def test_checkpoint_names_and_files_are_other_ways_in(
     llm: LLM, odd_dir: Path, tmp_path: Path
 ) -> None:
-    """A mapping, a stream in any order, a directory, and a part of the parameters."""
+    """A mapping, a stream in any order, a directory of either kind, and a part of the parameters."""
     first, other = drawn(odd_dir, 6), drawn(odd_dir, 7)
     llm.update_weights(first)
     want = tokens(llm)
     tensors = names_of(first, odd_dir)
     shutil.copytree(odd_dir, tmp_path / "saved")
     save_file(tensors, tmp_path / "saved" / "model.safetensors")
-    for source in (tensors, reversed(tensors.items()), str(tmp_path / "saved")):
+    orbax.save(tmp_path / "orbax", first, odd_dir)
+    directories = [str(tmp_path / name) for name in ("saved", "orbax")]
+    for source in (tensors, reversed(tensors.items()), *directories):
         llm.update_weights(other)
         assert tokens(llm) != want
         llm.update_weights(source)
@@ -382,6 +386,38 @@ def test_two_versions_run_side_by_side(even: LLM, tiny_dir: Path, alias: bool) -
     assert tokens(even) == want[1]
     assert even.state().ending == 0
     assert runner.programs.late_compiles == compiled
+
+
+@pytest.mark.parametrize("running", ["finish", "abort"])
+def test_running_requests_end_before_the_weights_change(
+    even: LLM, tiny_dir: Path, running: str
+) -> None:
+    """``finish``: with all their tokens, of the old weights; ``abort``: with those that they had. What comes after is
+    of the new ones alone."""
+    want = []
+    for seed in (22, 23):
+        even.update_weights(drawn(tiny_dir, seed))
+        want.append(tokens(even))
+    even.update_weights(drawn(tiny_dir, 22), version="old")
+    new, answers = drawn(tiny_dir, 23), []
+
+    def update() -> None:
+        fields = {"source": new, "running": running, "version": "new"}
+        even._engine.ask(Control(id="u", action="update_weights", **fields))
+
+    first, second, beside = amid(even, update)
+    answers += even._engine.take_answers()
+    assert [(a.id, a.error, a.info["version"]) for a in answers] == [("u", None, "new")]
+    n = len(first.token_ids)
+    assert first.token_ids == want[0][0][:n]
+    assert (n == 12, first.finish_reason) == (
+        (True, "length") if running == "finish" else (False, "abort")
+    )
+    assert second.token_ids == want[1][1], "it waits for the new weights"
+    assert set(beside) == {n}
+    assert [span.version for span in first.weight_versions] == ["old"]
+    assert [span.version for span in second.weight_versions] == ["new"]
+    assert tokens(even) == want[1]
 
 
 def test_a_second_copy_needs_room(

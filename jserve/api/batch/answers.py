@@ -63,7 +63,7 @@ class AnswerFile:
             ConfigError: the disk is full, or the like.
         """
         try:
-            self._file.write(orjson.dumps(record) + b"\n")
+            self._file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
             self._file.flush()
         except OSError as e:
             raise ConfigError(f"{self._path}: {e.strerror}", field="output") from None

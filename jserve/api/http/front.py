@@ -174,7 +174,7 @@ def json_response(
     value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
     return web.Response(
-        body=orjson.dumps(value),
+        body=orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY),
         status=status,
         content_type="application/json",
         charset="utf-8",

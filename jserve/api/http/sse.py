@@ -135,7 +135,7 @@ class EventStream:
 
 
 def _plain(event: Any) -> bytes:
-    return b"data: " + orjson.dumps(event) + b"\n\n"
+    return b"data: " + orjson.dumps(event, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n\n"
 
 
 def _named(event: Any) -> bytes:

@@ -10,7 +10,7 @@ who else is in the step::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.model.draws import by_row, drawn_places
-from jserve.model.feature import StepFeature
+from jserve.model.feature import StepFeature, by_token
+from jserve.model.view import Bucket, Field, StepDims
 from jserve.speculation.device.draft_passes import StepOutcome
 from jserve.speculation.drafters.drafter import Target
 from jserve.types import RowPlan
@@ -36,7 +37,8 @@ BLOCK = 32
 
 def tap(name: str, *points: str, reduce: Reduce | None = None, prompt: bool = False) -> StepFeature:
     """A feature for ``register_feature``: requests ask for it by ``extra_args={name: True}``, and
-    ``CompletionOutput.extra[name]`` has a nested list for each token, of the shape that ``reduce`` gives.
+    ``CompletionOutput.extra[name]`` has a value for each token: a number, or a numpy array of the shape that
+    ``reduce`` gives.
 
     Args:
         points: as ``jserve.model.points`` names them; ``*`` in one stands for anything.
@@ -50,10 +52,12 @@ def tap(name: str, *points: str, reduce: Reduce | None = None, prompt: bool = Fa
         points=points,
         is_tap=True,
         check=partial(_check, (True, PROMPT) if prompt else (True,)),
-        after=partial(_after, reduce or (lambda x_PD: x_PD)),
+        fields=partial(_fields, name),
+        pack=partial(_pack, name),
+        after=partial(_after, name, reduce),
         unpack=partial(_unpack, name),
         of_prompt=_of_prompt if prompt else None,
-        after_prompt=partial(_after_prompt, reduce) if prompt else None,
+        after_prompt=partial(_after_prompt, name, reduce) if prompt else None,
     )
 
 
@@ -67,18 +71,53 @@ def _of_prompt(asked: Any) -> bool:
     return asked == PROMPT
 
 
-def _after(reduce: Reduce, target: Target, outcome: StepOutcome) -> jax.Array:
+def _fields(name: str, bucket: Bucket, dims: StepDims) -> tuple[Field, ...]:
+    return (Field(_asks(name), ()),)
+
+
+def _asks(name: str) -> str:
+    """The name of its field: 0 in steps whose rows ask for other features, 2 where prompts are to have values."""
+    return f"{name}.asks"
+
+
+def _pack(
+    name: str,
+    views: Mapping[str, np.ndarray],
+    rows: Sequence[RowPlan],
+    at: Sequence[int],
+    dims: StepDims,
+) -> None:
+    asks = any([name in row.choice.request.params.extra_args for row in rows])
+    of_prompt = any([name in row.prompt_features for row in rows])
+    views[_asks(name)][...] = 2 if of_prompt else int(asks)
+
+
+def _after(name: str, reduce: Reduce | None, target: Target, outcome: StepOutcome) -> jax.Array:
     """[R, J, ...]."""
     at_E = drawn_places(outcome.view)
     x_EPD = jnp.stack([x_TD[at_E] for x_TD in outcome.read], axis=1)
-    return by_row(outcome.view, jax.vmap(reduce)(x_EPD), 0)
+    if reduce is not None:
+        asked = outcome.view.extra[_asks(name)] > 0
+        x_EPD = where_asked(asked, jax.vmap(reduce), x_EPD)
+    return by_row(outcome.view, x_EPD, 0)
 
 
-def _after_prompt(reduce: Reduce | None, target: Target, outcome: StepOutcome) -> jax.Array:
+def _after_prompt(
+    name: str, reduce: Reduce | None, target: Target, outcome: StepOutcome
+) -> jax.Array:
     """[prefill tokens, ...], in blocks, since what a reduction computes on its way may be large."""
     n = outcome.view.P
     x_NPD = jnp.stack([x_TD[-n:] for x_TD in outcome.read], axis=1)
-    return x_NPD if reduce is None else jax.lax.map(reduce, x_NPD, batch_size=BLOCK)
+    if reduce is None:
+        return x_NPD
+    asked = outcome.view.extra[_asks(name)] > 1
+    return where_asked(asked, partial(jax.lax.map, reduce, batch_size=BLOCK), x_NPD)
+
+
+def where_asked(asked: jax.Array, reduce: Reduce, x_NPD: jax.Array) -> jax.Array:
+    """[N, ...]; zeros where nobody asks: the programs of taps have all of them, and reductions may cost."""
+    made = jax.eval_shape(reduce, x_NPD)
+    return jax.lax.cond(asked, reduce, lambda _: jnp.zeros(made.shape, made.dtype), x_NPD)
 
 
 def _unpack(
@@ -86,4 +125,4 @@ def _unpack(
 ) -> dict[int, list[Any]]:
     places = enumerate(zip(rows, at, strict=True))
     asks = [(i, r) for i, (row, r) in places if name in row.choice.request.params.extra_args]
-    return {i: found_RJX[r].tolist() for i, r in asks}
+    return {i: by_token(found_RJX[r]) for i, r in asks}

@@ -390,7 +390,15 @@ class JournalFile:
 
 
 def _listed(extra: Mapping[str, Mapping[int, Seq[Any]]]) -> dict[str, dict[int, list[Any]]]:
-    return {name: {r: list(values) for r, values in rows.items()} for name, rows in extra.items()}
+    """As JSON has them: arrays as nested lists."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    return {
+        name: {r: [plain(value) for value in values] for r, values in rows.items()}
+        for name, rows in extra.items()
+    }
 
 
 def _array(array: np.ndarray) -> Array:
