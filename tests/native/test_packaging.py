@@ -169,7 +169,7 @@ MADE_FOR = {
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="ziglang is not installed")
 @pytest.mark.parametrize("platform", TARGETS)
 def test_a_wheel_for_another_machine(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command of CONTRIBUTING.md: what the build hook puts into the wheel is of that platform, with all handlers."""
+    """The command of CONTRIBUTING.md: what the hook puts into the wheel is of that platform, with all handlers."""
     monkeypatch.setenv("JSERVE_WHEEL_PLATFORM", platform)
     made, data, said = hook(monkeypatch)
     made.initialize("standard", data)
