@@ -1,4 +1,4 @@
-"""One call that checks and times everything on an H200: stages in order of worth.
+"""One call that checks and times everything on an H100 or H200: stages in order of worth.
 
     python -m bench.gpu                          nine minutes at most, results under $OUT
     python -m bench.gpu --resume FILE            measures only what FILE lacks or has wrong
@@ -220,7 +220,7 @@ def _lost(end: dict[str, Any]) -> str:
     return f"after processes that ended with {codes}  " if codes else ""
 
 
-def main(argv: list[str] | None = None) -> int:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", default=os.environ.get("OUT", "bench/results/gpu"))
     parser.add_argument("--budget", type=float, default=530.0, help="seconds for everything")
@@ -234,7 +234,11 @@ def main(argv: list[str] | None = None) -> int:
         help="attention of whole steps and of serving",
     )
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = options().parse_args(argv)
     if args.stage:
         run_stage(args.stage, args)
         return 0

@@ -3,7 +3,8 @@
 It owns the list of what is carried, and unpacking what the machine lacks. A wheel is a zip file; none of these has
 scripts that are needed. ``bench/gpu_wheels.sh`` collects them into ``bench/wheels/``, which git ignores.
 
-    python -m bench.gpu_wheels          names of all packages, one per line
+    python -m bench.gpu_wheels              names of the packages that jserve needs, one per line
+    python -m bench.gpu_wheels flashinfer   and of those that a peer of ``attention_peers`` needs
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ NEEDED = (
     *("typing-inspection", "typer", "shellingham", "click", "rich", "pygments"),
     *("markdown-it-py", "mdurl", "jinja2", "markupsafe"),
 )
-PEERS = (
-    *("flash-attn3-jax==0.2.3", "flashinfer-python==0.6.6", "apache-tvm-ffi"),
-    *("einops", "tabulate", "nvidia-ml-py"),
-)
-"""Attention kernels to compare with, and their needs."""
+PEERS = {
+    "flash-attn3": ("flash-attn3-jax==0.2.3", "einops"),
+    "flashinfer": ("flashinfer-python==0.6.6", "apache-tvm-ffi", "tabulate", "nvidia-ml-py"),
+}
+"""Attention kernels to compare with, and their needs: too large to travel together."""
 
 
 def missing(folder: Path = FOLDER) -> list[Path]:
@@ -78,4 +79,5 @@ def environment(folder: Path = FOLDER) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join([*NEEDED, *PEERS]) + "\n")
+    asked = [name for peer in sys.argv[1:] for name in PEERS[peer]]
+    sys.stdout.write("\n".join([*NEEDED, *asked]) + "\n")

@@ -2230,7 +2230,42 @@ static int check_quantised(int level, const float *x, int kind, int fused, uint3
   return 1;
 }
 
-/* Small products of a level against plain C: 1 where they agree. */
+/* One token a row that sees [low, end) of its row, as ``attention`` does. */
+static void plain_attention(const Attention *a) {
+  for (i64 t = 0; t < a->T; t++)
+    for (i64 n = 0; n < a->N; n++) {
+      const float *q = a->q + (t * a->N + n) * a->H;
+      float *o = a->o + (t * a->N + n) * a->H, total = 0;
+      const i64 end = a->start[t] + 1, low = a->window ? max64(end - a->window, 0) : 0;
+      memset(o, 0, (size_t)a->H * sizeof *o);
+      for (i64 pos = low; pos < end; pos++) {
+        const i64 at = ((a->table[t * a->M + pos / a->Z] * a->K + n / (a->N / a->K)) * a->Z + pos % a->Z) * a->H;
+        float score = 0;
+        for (i64 h = 0; h < a->H; h++) score += q[h] * a->scale * widen(a->k[at + h]);
+        const float weight = expf(score);
+        total += weight;
+        for (i64 h = 0; h < a->H; h++) o[h] += weight * widen(a->v[at + h]);
+      }
+      for (i64 h = 0; h < a->H; h++) o[h] /= total;
+    }
+}
+
+/* Two rows on pages out of order, of which one ends within a page and one with it. */
+static int check_attention(int level, i64 window, uint32_t *state) {
+  enum { R = 2, M = 3, N = 4, K = 2, Z = 16, H = 32, P = 1 + R * M };
+  static const int32_t table[R * M] = {5, 2, 6, 1, 4, 3}, start[R] = {36, 31}, count[R] = {1, 1}, first[R] = {0, 1};
+  float q[R * N * H], want[R * N * H], got[R * N * H];
+  bf16 k[P * K * Z * H], v[P * K * Z * H];
+  for (int i = 0; i < R * N * H; i++) q[i] = widen(narrow(drawn_float(state)));
+  for (int i = 0; i < P * K * Z * H; i++) k[i] = narrow(drawn_float(state)), v[i] = narrow(drawn_float(state));
+  Attention a = {.q = q, .k = k, .v = v, .table = table, .start = start, .count = count, .first = first, .o = want, .T = R,
+                 .R = R, .M = M, .N = N, .K = K, .Z = Z, .H = H, .window = window, .scale = 4};
+  plain_attention(&a);
+  a.o = got;
+  return attention(level, &a, NULL) && agree(got, want, R * N * H);
+}
+
+/* Small products of a level, and decode attention where it has any, against plain C: 1 where they agree. */
 EXPORT int jserve_self_check(int level) {
   float x[CHECK_M * CHECK_K];
   uint32_t state = 1;
@@ -2241,5 +2276,7 @@ EXPORT int jserve_self_check(int level) {
     for (int kind = INT8; kind < N_KINDS; kind++)
       if (!check_quantised(level, x, kind, fused, &state)) return 0;
   }
+  for (i64 window = 0; level > PLAIN && window <= 20; window += 20)
+    if (!check_attention(level, window, &state)) return 0;
   return 1;
 }

@@ -1,7 +1,7 @@
 """Finds and checks the compiled kernels: whether there are any, and for which level of this processor.
 
-The library is trusted only if it was built from the sources beside it and if small products of every level it may use
-agree with plain C. Where anything is missing, everything runs on XLA and the reason is one line.
+The library is trusted only if it was built from the sources beside it and if small products and attention of every
+level it may use agree with plain C. Where anything is missing, everything runs on XLA and the reason is one line.
 """
 
 from __future__ import annotations

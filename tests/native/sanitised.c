@@ -131,7 +131,7 @@ static void products_of_experts(int level, i64 A, i64 N, i64 K, uint32_t *state)
 }
 
 /* Rows of 1 and of ``most`` tokens, over pages that they share out of order. */
-static void attends(int level, i64 N, i64 K, i64 H, int32_t most, i64 window, uint32_t *state) {
+static void attends(int level, i64 N, i64 K, i64 H, int32_t most, i64 window, i64 sinks, uint32_t *state) {
   enum { R = 3, M = 4, Z = 16, P = 9 };
   int32_t *table = malloc(R * M * sizeof *table), *start = malloc(R * sizeof *start);
   int32_t *count = malloc(R * sizeof *count), *first = malloc(R * sizeof *first);
@@ -142,15 +142,18 @@ static void attends(int level, i64 N, i64 K, i64 H, int32_t most, i64 window, ui
     for (int m = 0; m < M; m++) table[r * M + m] = 1 + (r * 5 + m * 3) % (P - 1);
   }
   float *q = floats(T * N * H, state), *o = malloc((size_t)(T * N * H) * sizeof *o);
+  float *far = sinks ? floats(T * N * H, state) : NULL;
   bf16 *k = bf16s(P * K * Z * H, state), *v = bf16s(P * K * Z * H, state);
-  Attention a = {.q = q, .k = k, .v = v, .table = table, .start = start, .count = count, .first = first, .o = o, .T = T,
-                 .R = R, .M = M, .N = N, .K = K, .Z = Z, .H = H, .window = window, .scale = 0.125f};
-  if (level == AVX512_BF16 && !attention(level, &a, &CALL)) abort();
+  Attention a = {.q = q, .far = far, .k = k, .v = v, .table = table, .start = start, .count = count, .first = first,
+                 .o = o, .T = T, .R = R, .M = M, .N = N, .K = K, .Z = Z, .H = H, .window = window, .sinks = sinks,
+                 .scale = 0.125f};
+  if (level > PLAIN && !attention(level, &a, &CALL)) abort();
   int32_t *page = malloc((size_t)T * sizeof *page), *offset = malloc((size_t)T * sizeof *offset);
   for (i64 t = 0; t < T; t++) page[t] = (int32_t)(t / Z) % P, offset[t] = (int32_t)(t % Z);
   const Writes w = {{k, v}, {q, q}, page, offset, T, P, K, Z, H};
   if (!write_all(&w, &CALL)) abort();
-  free(table), free(start), free(count), free(first), free(q), free(o), free(k), free(v), free(page), free(offset);
+  free(table), free(start), free(count), free(first), free(q), free(far), free(o), free(k), free(v);
+  free(page), free(offset);
 }
 
 static void *caller(void *number) {
@@ -163,9 +166,10 @@ static void *caller(void *number) {
     products(level, 3, 700, 512, &state); /* enough chunks that threads share them */
     for (i64 A = 1; A < 80; A += 13) products_of_experts(level, A, 33, 96, &state);
     products_of_experts(level, 20, 700, 256, &state);
-    attends(level, 4, 2, 64, 1, 0, &state);
-    attends(level, 8, 1, 128, 40, 0, &state);
-    attends(level, 2, 2, 64, 33, 20, &state);
+    attends(level, 4, 2, 64, 1, 0, 0, &state);
+    attends(level, 8, 1, 128, 40, 0, 0, &state);
+    attends(level, 2, 2, 64, 33, 20, 0, &state);
+    attends(level, 6, 2, 256, 17, 20, 3, &state);
   }
   return NULL;
 }

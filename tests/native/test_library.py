@@ -53,14 +53,23 @@ def test_the_hash_changes_with_the_sources(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_kernels_that_give_wrong_results_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("a += b, c += d, e += f, g += h;", "a += b, c += d, e += f, g += f;"),
+        ("by = 1.0f / s->total[r] + s->odd[r];", "by = 1.1f / s->total[r] + s->odd[r];"),
+        ("s->low[r] = a->window ?", "s->low[r] = a->window > 32 ?"),
+    ],
+    ids=["products", "attention", "the window of attention"],
+)
+def test_kernels_that_give_wrong_results_are_refused(tmp_path, monkeypatch, line, wrong):
     for name in build.SOURCES:
         shutil.copy(build.FOLDER / name, tmp_path)
     monkeypatch.setattr(build, "FOLDER", tmp_path)
-    source, line = tmp_path / "kernels.c", "a += b, c += d, e += f, g += h;"
+    source = tmp_path / "kernels.c"
     text = source.read_text()
     assert line in text
-    source.write_text(text.replace(line, "a += b, c += d, e += f, g += f;"))
+    source.write_text(text.replace(line, wrong))
     path = built(tmp_path)
     if Library(library.ctypes.CDLL(str(path)), LEVELS[0]).handle.jserve_level() == 0:
         pytest.skip("this processor has the level plain alone")

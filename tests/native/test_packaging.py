@@ -155,6 +155,37 @@ def test_a_wheel_takes_the_library_and_the_platform_of_its_compiler(
     assert not said
 
 
+MADE_FOR = {
+    "manylinux_2_17_x86_64": (b"\x7fELF", 18, b"\x3e\x00"),
+    "manylinux_2_17_aarch64": (b"\x7fELF", 18, b"\xb7\x00"),
+    "macosx_11_0_arm64": (b"\xcf\xfa\xed\xfe", 4, b"\x0c\x00\x00\x01"),
+    "macosx_11_0_x86_64": (b"\xcf\xfa\xed\xfe", 4, b"\x07\x00\x00\x01"),
+}
+"""How a library of a platform begins, and where it names which processor."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="ziglang is not installed")
+@pytest.mark.parametrize("platform", TARGETS)
+def test_a_wheel_for_another_machine(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of CONTRIBUTING.md: what the hook puts into the wheel is of that platform, with all handlers."""
+    monkeypatch.setenv("JSERVE_WHEEL_PLATFORM", platform)
+    made, data, said = hook(monkeypatch)
+    made.initialize("standard", data)
+    assert not said
+    [(file, name)] = data["force_include"].items()
+    library_of_it = Path(file).read_bytes()
+    made.finalize("standard", data, "")
+    assert name == f"jserve/native/{compiling.library_name(platform)}"
+    assert data["tag"] == f"py3-none-{platform}"
+    begin, at, processor = MADE_FOR[platform]
+    assert library_of_it.startswith(begin)
+    assert library_of_it[at:].startswith(processor)
+    assert all(handler.encode() in library_of_it for handler in library.HANDLERS.values())
+    assert compiling.source_hash().encode() in library_of_it
+
+
 @pytest.mark.parametrize("version", ["standard", "editable"])
 def test_a_failure_is_a_warning_and_a_wheel_for_any_platform(
     version: str, bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,8 @@ import pytest
 from jserve.native.compile import FOLDER, find_compiler
 
 SOURCE = Path(__file__).parent / "sanitised.c"
+TIMEOUT_S = 900
+"""Of a compile, which takes two minutes of a core, and of a run."""
 OPTIONS = ("-std=gnu11", "-O1", "-g", "-fno-sanitize-recover=all", "-pthread")
 
 
@@ -25,13 +27,14 @@ def built(folder: Path, sanitiser: str) -> Path:
     if subprocess.run(has_it, capture_output=True, timeout=60, check=False).returncode:
         pytest.skip(f"the compiler lacks {checks}")
     command = [*compiler, *OPTIONS, checks, f"-I{FOLDER}", "-o", str(program), str(SOURCE), "-lm"]
-    subprocess.run(command, capture_output=True, timeout=200, check=True)
+    subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True)
     return program
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("sanitiser", ["address,undefined", "thread"])
 def test_all_kernels_on_arrays_of_exactly_their_size(tmp_path, sanitiser):
     program = built(tmp_path, sanitiser)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

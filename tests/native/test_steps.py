@@ -3,6 +3,7 @@ copied, and no thread waits for ever."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -21,6 +22,7 @@ from jserve.config import EngineConfig
 from jserve.model import native
 from jserve.model.dot import dot, gate_up
 from jserve.model.mesh import AXIS, make_mesh
+from jserve.runner import programs
 from jserve.sampling import SamplingParams
 from jserve.sizing import plan as sizing
 from jserve.types import Request
@@ -217,6 +219,34 @@ def test_kernels_are_close_to_xla(steps):
     other = rig.runner("xla")
     assert other.report()["kernels"] == "xla"
     compare(equal.alone(steps, requests(20)), equal.alone(other, requests(20)))
+
+
+def random_requests(rng: random.Random, least: int) -> list[list[Request]]:
+    """Groups of requests with any sampling fields, ``least`` in all or a few more."""
+    found: list[list[Request]] = []
+    while sum(map(len, found)) < least:
+        some = equal.draw_requests(rng, f"trace-{len(found)}")
+        # Log-probabilities of prompts have programs of their own, which these steps are without.
+        params = [dataclasses.replace(r.params, prompt_logprobs=None) for r in some]
+        both = zip(some, params, strict=True)
+        found.append([dataclasses.replace(r, params=p) for r, p in both])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_compiles_over_500_random_requests(level):
+    """After the engine is ready: lengths, arrivals, budgets, chunks and pools are drawn, too."""
+    served, rng = rig.runner("native"), random.Random(14)
+    assert served.report()["kernels"] == level
+    assert any("jserve.product.v1" in served.programs.hlo(b) for b in rig.BUCKETS)
+    before, n_programs, answered = programs.n_compiles(), len(served.programs), 0
+    for some in random_requests(rng, 500):
+        way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
+        answered += len(equal.run(served, some, way, rng))
+    assert answered >= 500
+    assert served.programs.late_compiles == 0
+    assert (programs.n_compiles(), len(served.programs)) == (before, n_programs)
 
 
 @pytest.mark.slow

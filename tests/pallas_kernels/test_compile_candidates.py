@@ -4,6 +4,7 @@ them at, and what XLA makes in their place. Skipped without the CUDA plugin (see
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from bench.gpu_products import FORMS, products
 from pallas_kernels import aot
 from pallas_kernels.kv_write import Angles, Places, kv_write
 from pallas_kernels.quant_matmul import KINDS, Weights, bits, quant_matmul
-from pallas_kernels.quant_matmul.api import tile_of
 from tests.pallas_kernels import tma
+from tests.pallas_kernels.barriers import Launch, check_barriers, launched
 from tests.pallas_kernels.test_compile import check_registers
 
 pytestmark = pytest.mark.usefixtures("h200")
@@ -42,15 +43,29 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def check(report: aot.Report) -> None:
-    assert len(report.kernels) == 1
+def check(report: aot.Report, launches: list[Launch], descriptors: list[tma.Descriptor]) -> None:
+    """One kernel, of whose warpgroups one loads where there are several."""
+    [kernel], [launch] = report.kernels, launches
     assert report.spills == 0, report.kernels
     assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
     assert not report.ignored
+    loading = int(launch.warpgroups > 1)
+    check_registers(kernel, launch.warpgroups - loading, loading)
+    check_barriers(kernel.ptx, launch.scratch)
+    copies = len(re.findall(r"cp\.async\.bulk\.tensor\.", kernel.ptx))
+    assert bool(descriptors) == bool(copies)
+    assert not [fault for one in descriptors for fault in one.faults()]
 
 
-def compiled(c: Comparison, call: Any, donate: tuple[int, ...] = ()) -> aot.Report:
-    return aot.compile_for(call, *jax.eval_shape(lambda: c.inputs(0)), donate=donate)
+def compiled(call: Any, *args: Any, donate: tuple[int, ...] = ()) -> aot.Report:
+    with tma.recorded() as descriptors, launched() as launches:
+        report = aot.compile_for(call, *args, donate=donate)
+    check(report, launches, descriptors)
+    return report
+
+
+def arguments(c: Comparison) -> Any:
+    return jax.eval_shape(lambda: c.inputs(0))
 
 
 def name(c: Comparison) -> str:
@@ -59,13 +74,13 @@ def name(c: Comparison) -> str:
 
 @pytest.mark.parametrize("c", [c for c in ALL if c.shape in FEW], ids=name)
 def test_shapes_of_models(c: Comparison) -> None:
-    check(compiled(c, c.ours))
+    compiled(c.ours, *arguments(c))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("c", [c for c in ALL if c.shape not in FEW], ids=name)
 def test_every_shape_of_models(c: Comparison) -> None:
-    check(compiled(c, c.ours))
+    compiled(c.ours, *arguments(c))
 
 
 @pytest.mark.slow
@@ -75,7 +90,7 @@ def test_every_shape_of_models(c: Comparison) -> None:
     ids=lambda x: x.shape if isinstance(x, Comparison) else str(x.values()),
 )
 def test_every_tuning_that_is_timed(c: Comparison, tune: dict[str, int]) -> None:
-    check(compiled(c, functools.partial(c.ours, tune=tune)))
+    compiled(functools.partial(c.ours, tune=tune), *arguments(c))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +109,7 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
         return kv_write(y, angles, places, pools, eps=1e-6, **more)
 
     angles, places, y = Angles(angle, angle), Places(ints, ints), struct(4, T, K, G + 2, H)
-    report = aot.compile_for(call, y, angles, places, (pool, pool), more, donate=(3,))
-    check(report)
+    report = compiled(call, y, angles, places, (pool, pool), more, donate=(3,))
     assert report.alias_bytes == 2 * 1024 * K * 64 * H * jnp.dtype(dtype).itemsize
     assert not report.copies(1 << 20)
 
@@ -111,8 +125,7 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
 def test_weights_are_read_as_they_are_stored(form: str, register_w: bool) -> None:
     """Once: these, scales, x and the splits' sums, in shared memory by whole registers."""
     c = next(c for c in ALL if c.shape == f"8b down, {form}, 16 rows")
-    report = compiled(c, functools.partial(c.ours, tune={"register_w": register_w}))
-    check(report)
+    report = compiled(functools.partial(c.ours, tune={"register_w": register_w}), *arguments(c))
     assert report.narrow_reads == 0
     splits, N, D, M = 4, 4096, 14336, 16
     others = (2 * splits + 3) * N * M * 4 + 4 * M * D * 4
@@ -133,20 +146,13 @@ def test_registers_and_room_suffice_for_every_group(kind: str, group: int, rows:
     def call(x: Any, w: Weights, x_scale: Any) -> Any:
         return quant_matmul(x, w, kind, x_scale_TB=x_scale)
 
-    with tma.recorded() as descriptors:
-        report = aot.compile_for(call, x, w, x_scale)
-    check(report)
-    assert len(descriptors) == 2
-    assert not [fault for one in descriptors for fault in one.faults()]
-    assert report.narrow_reads == 0
-    tile = tile_of(x, w, kind, x_scale)
-    check_registers(report.kernels[0], tile.warpgroups, 1)
+    assert compiled(call, x, w, x_scale).narrow_reads == 0
 
 
 def test_by_xla_they_are_not() -> None:
     """What is timed beside the kernel: a matrix in bfloat16, written out and read again."""
     c = next(c for c in ALL if c.shape == "8b down, int4 g128, 64 rows")
-    by_xla = compiled(c, c.by_xla["xla-widened"])
+    by_xla = aot.compile_for(c.by_xla["xla-widened"], *arguments(c))
     assert by_xla.temp_bytes >= 4096 * 14336 * 2
     assert by_xla.module.moved("none") > 4 * c.n_bytes
 

@@ -19,6 +19,7 @@ from pallas_kernels.mla_attention.api import tile_of
 from pallas_kernels.mla_attention.hopper import SMEM, TEAM
 from pallas_kernels.spec import Chunks, Rows
 from tests.pallas_kernels import tma
+from tests.pallas_kernels.barriers import Launch, check_barriers, launched
 from tests.pallas_kernels.latents import VARIANTS, Latents
 from tests.pallas_kernels.shapes import ARCHS, step_model
 from tests.pallas_kernels.test_compile import check, ints, layer_bytes, struct
@@ -43,11 +44,12 @@ def compiled_rows(v: Latents, tune: dict[str, Any] | None = None) -> aot.Report:
         return mla_attention(q, pages, Rows(start, length), spec_of(v, tune), dtype=jnp.bfloat16)
 
     pool = struct(1024, v.Z, v.C, dtype=v.dtype)
-    with tma.recorded() as descriptors:
+    with tma.recorded() as descriptors, launched() as launches:
         report = aot.compile_for(
             call, struct(D, v.J, v.N, v.C), pool, ints(D, 64), ints(D), ints(D)
         )
     check_all(report, descriptors, v, tune)
+    check_launches(report, launches)
     return report
 
 
@@ -56,14 +58,23 @@ def compiled_chunks(v: Latents, tune: dict[str, Any] | None = None) -> aot.Repor
         return mla_chunks(q, LatentPages(pool, table), Chunks(*chunks), spec_of(v, tune))
 
     pool = struct(1024, v.Z, v.C, dtype=v.dtype)
-    with tma.recorded() as descriptors:
+    with tma.recorded() as descriptors, launched() as launches:
         report = aot.compile_for(call, struct(P, v.N, v.C), pool, ints(F, 64), *[ints(F)] * 3)
     check_all(report, descriptors, v, tune)
+    check_launches(report, launches)
     return report
+
+
+def check_launches(report: aot.Report, launches: list[Launch]) -> None:
+    for kernel, launch in zip(report.kernels, launches, strict=True):
+        assert kernel.threads == 128 * launch.warpgroups
+        check_barriers(kernel.ptx, launch.scratch)
+    assert "free" in launches[0].scratch, "the first has barriers"
 
 
 def check_all(report: aot.Report, descriptors: list[tma.Descriptor], v: Latents, tune: Any) -> None:
     check(report, len(report.kernels), TEAM, 1)
+    assert len(descriptors) >= 3, "queries, latents and results"
     assert not [fault for descriptor in descriptors for fault in descriptor.faults()]
     widest = max(jax.tree.leaves([d.box for d in descriptors]))
     assert widest <= 256
