@@ -10,8 +10,8 @@ stands behind the HTTP side, so that a busy machine is the same for both; what m
 
 The device is a fake one whose steps sleep (``fake``), or the shipped model on the cores that all share (``shipped``).
 
-    python -m bench.replicas [--device fake,shipped] [--prompts 64,512] [--repeats 40] [--rounds 3] [--faults 3]
-        [--json FILE]
+    python -m bench.replicas [--device fake,shipped] [--parts first,through,stopped,killed] [--prompts 64,512]
+        [--repeats 40] [--rounds 3] [--faults 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ GOALS = {"added_ms": 3.0, "through": 0.95, "killed_ms": 50.0}
 """Of ``docs/fleet.md``; that after SIGKILL is without the prefill of what no other replica has."""
 AT_ONCE, ASKED, ANSWER = 16, 64, 60
 """Requests at once, in all, and tokens of each, in ``through``."""
-LONG = 400
-"""Tokens of those that are disturbed."""
+DISTURBED, LONG, STOPPED_S = 6, 400, 10.0
+"""Requests of which some are disturbed, tokens of each, and how long a replica is stopped at most."""
 ENGINE = """
 import sys
 from bench.replicas import fake
@@ -161,94 +161,118 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def disturbed(fleet: FleetEngine, load: Load, number: int) -> dict[str, float]:
-    """Send signal ``number`` to the replica that has most to do. The longest wait for a token, the usual one, and those
-    that the goals allow. ``fleet`` has all its replicas when this returns."""
-    n, asked = len(fleet.members), [load.request(64, LONG) for _ in range(6)]
+    """Send signal ``number`` to the replica that has most to do. The longest wait for a token from then on, the usual
+    one, the price of the prefill that goes on elsewhere, and when a silent replica is overdue. ``fleet`` has all its
+    replicas when this returns."""
+    n, asked = len(fleet.members), [load.request(64, LONG) for _ in range(DISTURBED)]
     running = [asyncio.ensure_future(load.times(fleet, one)) for one in asked]
     await until(lambda: sum(any(s.said) for s in fleet._streams.values()) == len(asked))
-    await asyncio.sleep(0.1)
     victim: Member = max(fleet.members, key=lambda one: one.n_open)
-    view, pid = victim.view, victim.info["pid"]
-    n_known = max(len(s.request.prompt_ids) + len(s.said[0]) for s in victim.streams.values())
+    view, pid, moved = victim.view, victim.info["pid"], list(victim.streams.values())
+    n_prefill = sum(len(stream.request.prompt_ids) + len(stream.said[0]) for stream in moved)
     at = time.perf_counter()
     os.kill(pid, number)
     try:
-        waits = [
-            (b - a, b > at > a or a > at)
-            for one in await asyncio.gather(*running)
-            for a, b in itertools.pairwise(one[1:])
-        ]
+        await asyncio.wait(running, timeout=STOPPED_S)
     finally:
         if number == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
-    longest = max(wait for wait, after in waits if after)
-    usual = statistics.median(wait for wait, _ in waits)
+    told = [itertools.pairwise(one[1:]) for one in await asyncio.gather(*running)]
+    waits = [(b, b - a) for one in told for a, b in one]
     await until(lambda: len(fleet.members) == n and not any(m.silent for m in fleet.members))
-    prefill_s = len(victim.streams or asked) * n_known * view.prefill_token_s
     return {
-        "gap_ms": 1e3 * longest,
-        "usual_ms": 1e3 * usual,
-        "prefill_ms": 1e3 * prefill_s,
+        "gap_ms": 1e3 * max(wait for end, wait in waits if end > at),
+        "usual_ms": 1e3 * statistics.median(wait for _, wait in waits),
+        "prefill_ms": 1e3 * n_prefill * view.prefill_token_s,
         "overdue_ms": 1e3 * (OVERDUE_S + OVERDUE_STEPS * view.step_s),
     }
 
 
-async def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One device, from the start of its servers to their end."""
-    from jserve.fleet.on_ray import RayReplicas
+class Comparison:
+    """One server and one replica, later two of each, of one device."""
 
-    found: dict[str, Any] = {"device": device}
-    load, servers = Load(), [server(device)]
-    config = EngineConfig.of(**OPTIONS, replicas=1)
-    source = RayReplicas(config, BUILDS[device])
-    fleet = FleetEngine(source)
-    try:
-        await servers[0].start()
-        await fleet.start()
-        for n in args.prompts:
-            found |= await load.first(servers[0], fleet, n, args.repeats)
-        servers.append(server(device))
-        await servers[1].start()
-        two = dataclasses.replace(config.fleet, replicas=2)
-        await source.deploy(dataclasses.replace(config, fleet=two))
-        await until(lambda: len(fleet.members) == 2)
+    def __init__(self, device: str, args: argparse.Namespace) -> None:
+        from jserve.fleet.on_ray import RayReplicas
+
+        self.device, self.args, self.load = device, args, Load()
+        self.servers = [server(device)]
+        self.config = EngineConfig.of(**OPTIONS, replicas=1)
+        self.source = RayReplicas(self.config, BUILDS[device])
+        self.fleet = FleetEngine(self.source)
+        self.found: dict[str, Any] = {"device": device}
+
+    async def measure(self) -> dict[str, Any]:
+        parts = self.args.parts
+        try:
+            await self.servers[0].start()
+            await self.fleet.start()
+            if "first" in parts:
+                await self.first()
+            if parts != ["first"]:
+                two = dataclasses.replace(self.config.fleet, replicas=2)
+                await self.source.deploy(dataclasses.replace(self.config, fleet=two))
+                await until(lambda: len(self.fleet.members) == 2)
+            if "through" in parts:
+                await self.through()
+            await asyncio.gather(*(one.close() for one in self.servers))
+            for name, number in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
+                if name in parts:
+                    await self.faults(name, number)
+            return self.found
+        finally:
+            await asyncio.gather(*(one.close() for one in (*self.servers, self.fleet)))
+
+    async def first(self) -> None:
+        for n in self.args.prompts:
+            self._tell(await self.load.first(self.servers[0], self.fleet, n, self.args.repeats))
+
+    async def through(self) -> None:
+        self.servers.append(server(self.device))
+        await self.servers[1].start()
         rates: tuple[list[float], list[float]] = ([], [])
-        for round in range(args.rounds + 1):
-            both = [await load.through([*servers]), await load.through([fleet])]
+        for round in range(self.args.rounds + 1):
+            both = [await self.load.through([*self.servers]), await self.load.through([self.fleet])]
             for rate, kept in zip(both, rates, strict=True):
                 kept.extend([rate] if round else [])  # the first one warms up
-        found["servers_tokens_s"], found["replicas_tokens_s"] = map(statistics.median, rates)
         ratios = [b / a for a, b in zip(*rates, strict=True)]
-        found["through"] = statistics.median(ratios)
-        await asyncio.gather(*(one.close() for one in servers))
-        for name, number in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
-            all_of_them = [await disturbed(fleet, load, number) for _ in range(args.faults)]
-            for key in all_of_them[0]:
-                found[f"{name}_{key}"] = statistics.median(one[key] for one in all_of_them)
-            found[f"{name}_gap_ms_most"] = max(one["gap_ms"] for one in all_of_them)
-        return found
-    finally:
-        await asyncio.gather(*(one.close() for one in (*servers, fleet)))
+        names = ("servers_tokens_s", "replicas_tokens_s", "through")
+        medians = map(statistics.median, (*rates, ratios))
+        self._tell(dict(zip(names, medians, strict=True)))
+
+    async def faults(self, name: str, number: int) -> None:
+        every = [await disturbed(self.fleet, self.load, number) for _ in range(self.args.faults)]
+        medians = {
+            f"{name}_{key}": statistics.median(one[key] for one in every) for key in every[0]
+        }
+        self._tell({**medians, f"{name}_gap_ms_most": max(one["gap_ms"] for one in every)})
+
+    def _tell(self, found: dict[str, float]) -> None:
+        self.found |= found
+        said = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        print(f"{self.device}: {said}", file=sys.stderr, flush=True)
+
+
+async def compared(device: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All parts, from the start of the servers to their end."""
+    return await Comparison(device, args).measure()
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="fake,shipped")
+    parser.add_argument("--parts", default="first,through,stopped,killed")
     parser.add_argument("--prompts", default="64,512")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faults", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    args.prompts = [int(n) for n in args.prompts.split(",")]
+    args.parts, args.prompts = args.parts.split(","), [int(n) for n in args.prompts.split(",")]
     os.environ.setdefault(
         "RAY_AUTH_MODE", "disabled"
     )  # of the Ray that this starts on the loopback address
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    err, rows = Console(stderr=True), []
-    for device in args.device.split(","):
-        err.print(f"{device} ...")
-        rows.append(asyncio.run(measure(device, args)))
+    rows = [asyncio.run(compared(device, args)) for device in args.device.split(",")]
     table = Table("", *(row["device"] for row in rows), title="milliseconds, tokens a second")
     for name in list(rows[0])[1:]:
         table.add_row(name, *(f"{row[name]:.4g}" for row in rows))
