@@ -48,6 +48,8 @@ from jserve.fleet.source import OnChange
 from jserve.types import Request
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Of the workers of a Ray that we start. Ray gives them niceness 15, so that a replica would wait for its front.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 try:
     import ray  # pyright: ignore[reportMissingImports]

@@ -9,10 +9,13 @@ from jserve.kv.tiers import digest_of
 
 
 class PageLog:
-    """Page events in order. ``n_taken`` numbers those that were taken, so that a gap can be seen."""
+    """Page events in order.
+
+    They need no numbers: a front hears all pages when it connects, and each event in order on that one stream; a stream
+    that loses something ends.
+    """
 
     def __init__(self) -> None:
-        self.n_taken = 0
         self._events: list[PageEvent] = []
 
     def added(self, node: Node) -> None:
@@ -28,7 +31,6 @@ class PageLog:
     def take(self) -> list[PageEvent]:
         """The events since the last call, oldest first."""
         events, self._events = self._events, []
-        self.n_taken += len(events)
         return events
 
 

@@ -10,7 +10,7 @@ pages in the middle may go first; then every page is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 
 from jserve.engine.view import DIGEST_BYTES, PageEvent
 from jserve.fleet.prompts import SentPrompts
@@ -54,28 +54,35 @@ class PageIndex:
         """Pages of the longest prefix of ``digests`` that each of ``n`` replicas holds."""
         found, sent = [0] * n, self._sent.shared(digests)
         for n_pages, mask in [*self._held_prefixes(digests, (1 << n) - 1), *sent]:
-            for i in _numbers(mask):
+            while mask:
+                i = mask.bit_length() - 1
+                mask ^= 1 << i
                 if n_pages > found[i]:
                     found[i] = n_pages
-        for i in _numbers(self._slides & (1 << n) - 1):
-            found[i] = self._one_by_one(digests, i, sent)
+        slides = self._slides & (1 << n) - 1
+        for i in range(slides.bit_length()):
+            if slides >> i & 1:
+                found[i] = self._one_by_one(digests, i, sent)
         return found
 
-    def _held_prefixes(self, digests: Seq[bytes], mask: int) -> Iterator[tuple[int, int]]:
+    def _held_prefixes(self, digests: Seq[bytes], mask: int) -> list[tuple[int, int]]:
         """(n, mask) for each n > 0: of the replicas of ``mask``, those whose longest held prefix has n pages."""
-        held, parts = self._held.get, [(0, mask, len(digests) + 1, 0)]
+        held, found = self._held.get, []
+        parts = [(0, mask, len(digests) + 1, 0)]
         while parts:  # those in ``at_low`` hold the first ``low`` pages, those in ``at_high`` the first ``high``
             low, at_low, high, at_high = parts.pop()
-            while at_low != at_high:
-                if high - low == 1:
-                    if low:
-                        yield low, at_low & ~at_high
-                    break
+            while high - low > 1:
                 middle = (low + high) // 2
                 here = held(digests[middle - 1], 0) & at_low
+                if here == at_low:
+                    low = middle
+                    continue
                 if here != at_high:
                     parts.append((middle, here, high, at_high))
                 high, at_high = middle, here
+            if low:
+                found.append((low, at_low & ~at_high))
+        return found
 
     def _one_by_one(self, digests: Seq[bytes], replica: int, sent: Seq[tuple[int, int]]) -> int:
         """``known`` of a replica that may hold a page and none before it."""
@@ -94,16 +101,6 @@ class PageIndex:
 
     def __len__(self) -> int:
         return len(self._held)
-
-
-def _numbers(mask: int) -> list[int]:
-    """Of the bits of ``mask``."""
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
 
 
 def digests_of(key: tuple, tokens: Seq[int], page_size: int) -> tuple[bytes, ...]:

@@ -135,9 +135,11 @@ def prices(
             first_s += 2 * view.page_s * (n_ready - has) / page_size
         own_s = new * view.prefill_token_s
         first_s += own_s
-        others_s = (view.n_rows + one.n_sent) * (own_s + n_out * view.row_s)
+        cost_s = first_s + (view.n_rows + one.n_sent) * (own_s + n_out * view.row_s)
         times = one.suspicion
-        found.append((first_s * times, (first_s + others_s) * times, own_s * times))
+        if times != 1.0:
+            first_s, cost_s, own_s = first_s * times, cost_s * times, own_s * times
+        found.append((first_s, cost_s, own_s))
     return found
 
 

@@ -20,7 +20,7 @@ others, and they are gone once they were loaded.
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def next_digest(digest: bytes, tokens: Seq[int]) -> bytes:
 
 def packed(tokens: Seq[int]) -> bytes:
     """Tokens as digests are made of them, ``TOKEN_BYTES`` each."""
-    return array("q", tokens).tobytes()
+    return struct.pack(f"{len(tokens)}q", *tokens)
 
 
 def digest_after(digest: bytes, page: bytes | memoryview) -> bytes:

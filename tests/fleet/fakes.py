@@ -136,15 +136,19 @@ def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
 class DirectoryRunner(WeighedRunner):
     """Its weights are the number in the file ``weights`` of a directory; one without is refused, in time that
     depends on the directory's file ``seconds``. Those with a file ``slow`` take so many times as long for a step, those
-    with ``broken`` cannot be computed with."""
+    with ``broken`` cannot be computed with. Where the file ``faulty`` is there it
+    computes with others than it says."""
 
     slow = 1.0
+    faulty: Path | None = None
 
     made: ClassVar[list[DirectoryRunner]] = []
     """Those of ``weighed``, youngest last."""
 
     def collect(self, flight: InFlight) -> StepResult:
         time.sleep(STEP_S * self.slow)
+        if self.faulty is not None and self.faulty.exists():
+            self.weights = 99
         return super().collect(flight)
 
     def update_weights(
@@ -166,9 +170,11 @@ def stated(directory: str | Path) -> int:
 
 
 def weighed(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
-    """An engine whose draws are a function of its weights, which are those of ``config.model.model``."""
+    """An engine whose draws are a function of its weights, which are those of ``config.model.model``. The file
+    ``faulty.PID`` there has process PID compute with others."""
     runner = DirectoryRunner(LIMITS)
     runner.weights = stated(config.model.model)
+    runner.faulty = Path(config.model.model) / f"faulty.{os.getpid()}"
     DirectoryRunner.made.append(runner)
     scheduler = Scheduler(LIMITS, config, guides=kit.guides())
     engine = Engine(scheduler, runner, weights=f"w{runner.weights}")

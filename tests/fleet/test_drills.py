@@ -300,6 +300,29 @@ async def test_d9_replicas_get_other_weights_one_after_the_other(drill, tmp_path
         await fleet.close()
 
 
+async def test_a_replica_that_computes_something_else_is_named(ray_cluster, tmp_path):
+    """Across processes: one of three, and every answer is computed once more."""
+    (tmp_path / "weights").write_text("1")
+    config = EngineConfig.of(**OPTIONS, replicas=N, model=str(tmp_path))
+    source = RayReplicas(config, "tests.fleet.fakes:weighed", app="audited")
+    fleet = FleetEngine(source, model=str(tmp_path), audit_share=1.0)
+    try:
+        await fleet.start()
+        await answers(fleet, requests(6))
+        await until(lambda: fleet.counters["audited"] == 6)
+        assert fleet.counters["audit_mismatches"] == 0
+        broken = fleet.members[1]
+        (tmp_path / f"faulty.{broken.info['pid']}").touch()
+        for _ in range(3):
+            await answers(fleet, requests(6))
+            await until(lambda: not len(fleet._placement.audits))
+        odd = {one.name: one.odd for one in fleet.replicas()}
+        assert odd.pop(broken.name) > 0
+        assert set(odd.values()) == {0}
+    finally:
+        await fleet.close()
+
+
 async def test_d10_one_three_one_replicas(drill):
     async def scaled(n: int) -> None:
         fleet = dataclasses.replace(drill.config.fleet, replicas=n)

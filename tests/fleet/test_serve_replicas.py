@@ -1,5 +1,5 @@
-"""``jserve serve --replicas 2`` as a user meets it: Ray beside it, a chat of the openai SDK whose replica is killed
-in mid-stream, SIGTERM."""
+"""Replicas as a user meets them: ``jserve serve --replicas 2`` with a chat of the openai SDK whose replica is killed in
+mid-stream, and SIGTERM; a server on somebody else's Ray; ``AsyncLLM(replicas=2)``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 import urllib.request
 import uuid
@@ -23,6 +26,7 @@ import pytest
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray Serve is not installed: pip install 'jserve[ray]'", allow_module_level=True)
 
+from jserve import LLM, AsyncLLM, SamplingParams
 from tests.whole.conftest import SMALL_OPTIONS, tiny_dir
 from tests.whole.test_serve import Server
 
@@ -62,6 +66,14 @@ def family(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def left(mark: str) -> list[list[str]]:
+    """Commands of the processes that have ``mark``, after time to end."""
+    end = time.monotonic() + LEFT_S
+    while family(mark) and time.monotonic() < end:
+        time.sleep(0.1)
+    return [one.cmdline() for one in family(mark)]
 
 
 @pytest.fixture
@@ -147,7 +159,100 @@ def test_a_chat_outlives_its_replica_and_nothing_outlives_the_server(
     assert killed not in [one["pid"] for one in replicas(server)]
 
     assert server.stop() == 0
-    end = time.monotonic() + LEFT_S
-    while family(mark) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert [one.cmdline() for one in family(mark)] == [], "nothing of Ray is left"
+    assert left(mark) == [], "nothing of Ray is left"
+
+
+ELSE = """
+import sys
+import ray
+from ray import serve
+
+ray.init(address=sys.argv[1], namespace="else", log_to_driver=False)
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Else:
+    def __call__(self):
+        return "somebody else's"
+
+if sys.argv[2] == "deploy":
+    serve.start(proxy_location="Disabled")
+    serve.run(Else.bind(), name="else", route_prefix=None)
+print(*sorted(serve.status().applications), "says", serve.get_app_handle("else").remote().result())
+"""
+"""An application beside ours, and all that Serve runs."""
+
+
+@pytest.fixture
+def address(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """That of a Ray which somebody else started."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # it listens on the loopback address
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = {"port": at.rpartition(":")[2], "node-ip-address": "127.0.0.1", "num-cpus": 1}
+    flags |= {"include-dashboard": "false", "object-store-memory": 128 << 20}
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
+    with (tmp_path / "ray.log").open("w") as log:
+        made = subprocess.Popen(
+            [*command, *(f"--{name}={value}" for name, value in flags.items())],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield at
+    finally:
+        made.terminate()
+        for one in family(mark):
+            one.kill()
+
+
+def somebody_else(address: str, does: str) -> str:
+    """The last line that ``ELSE`` prints. Ray may be about to start."""
+    command = [sys.executable, "-c", ELSE, address, does]
+    end = time.monotonic() + 120.0
+    while True:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if not told.returncode:
+            return told.stdout.splitlines()[-1]
+        assert time.monotonic() < end, told.stderr
+        time.sleep(1.0)
+
+
+def test_a_server_on_somebody_elses_ray_leaves_everything_else(
+    tiny_dir: Path, address: str, tmp_path: Path
+) -> None:
+    """It deploys an application of its own beside what is there, and takes that one with it."""
+    assert somebody_else(address, "deploy") == "else says somebody else's"
+    options = {**SMALL_OPTIONS, "structured_outputs": False, "ray_address": address}
+    server = Server(tiny_dir, tmp_path / "log", **options, replicas=1)
+    try:
+        sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120)
+        answer = sdk.completions.create(model="tiny-llama", prompt="the quick", max_tokens=4)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4
+        assert somebody_else(address, "look") == "else jserve says somebody else's"
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+    assert somebody_else(address, "look") == "else says somebody else's"
+
+
+async def test_replicas_from_python_answer_as_one_engine(tiny_dir: Path, mark: str) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    options = {**SMALL_OPTIONS, "structured_outputs": False, "dtype": "float32"}
+    prompts = ["the quick", "fox " * 20]
+    with LLM(str(tiny_dir), **options) as one:
+        whole = [out.outputs[0].token_ids for out in one.generate(prompts, params, use_tqdm=False)]
+    try:
+        async with AsyncLLM(str(tiny_dir), **options, replicas=2) as several:
+            assert [one.state for one in several.engine.replicas()] == ["ready", "ready"]
+            for prompt, ids in zip(prompts, whole, strict=True):
+                told = [
+                    list(o.outputs[0].token_ids) async for o in several.generate(prompt, params)
+                ]
+                assert told[-1] == list(ids)
+                assert len(told) > 10, "step by step"
+        assert left(mark) == [], "nothing of Ray is left"
+    finally:
+        for one in family(mark):
+            one.kill()
