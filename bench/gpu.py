@@ -34,6 +34,7 @@ PROGRAMS = Path(tempfile.gettempdir()) / "jserve-gpu-programs"
 KILLED_S = 20
 """How long a killed process may take to be gone."""
 ATTENTION = ("hopper", "hopper_fused", "dense", "xla", "none")
+KERNELS = ("hopper", "xla")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ STAGES: dict[str, Stage] = {
     "steps_8b_kv8": Stage("bench.gpu_steps", "steps_8b_kv8", 90, "8-bit KV: same share of less"),
     "steps_8b_kv_int8": Stage(
         "bench.gpu_steps", "steps_8b_kv_int8", 60, "KV with scales: as e4m3, 1/32 more"
+    ),
+    "gemm_numerics": Stage("bench.gpu_gemm", "gemm_numerics", 120, "rel < 1e-2, stable"),
+    "steps_8b_fp8": Stage("bench.gpu_steps", "steps_8b_fp8", 120, "batch 1: 410 tok/s"),
+    "steps_8b_int4": Stage("bench.gpu_steps", "steps_8b_int4", 120, "batch 1: 620 tok/s"),
+    "gemm_times": Stage(
+        "bench.gpu_gemm", "gemm_times", 300, "fp8: 85 % of bytes to 64 rows, 1150 TFLOP/s at 4096"
     ),
     "prefill_times": Stage("bench.gpu_kernels", "prefill_times", 60, "FlashAttention-3 beside it"),
     "attention_peers": Stage("bench.gpu_attention_peers", "attention_peers", 90, "what to beat"),
@@ -104,8 +111,14 @@ def run_stage(name: str, args: argparse.Namespace) -> None:
 
     use_compile_cache(PROGRAMS)
     stage = STAGES[name]
-    record = Record(Path(args.out), name, tiny=args.tiny, seconds=args.budget, attn=args.attn)
+    record = _record(args, name, args.budget)
     getattr(importlib.import_module(stage.module), stage.function)(record)
+
+
+def _record(args: argparse.Namespace, name: str, seconds: float) -> Record:
+    kernels = "" if args.kernels == "xla" else args.kernels
+    how = {"tiny": args.tiny, "attn": args.attn, "kernels": kernels}
+    return Record(Path(args.out), name, seconds=seconds, **how)
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -121,7 +134,7 @@ def run_all(args: argparse.Namespace) -> int:
     names = [n for n in args.only or STAGES if n not in done]
     for name in names:
         left = end - time.monotonic()
-        record = Record(folder, name, tiny=args.tiny, seconds=0, attn=args.attn)
+        record = _record(args, name, 0)
         if left < 15:
             record.add("end", rc=-1, skipped="out of time")
             continue
@@ -169,6 +182,7 @@ def _stage(record: Record, *, seconds: float) -> list[int]:
 def _child(record: Record, seconds: float) -> int:
     command = [sys.executable, "-m", "bench.gpu", "--stage", record.stage]
     command += ["--out", str(record.folder), "--budget", str(seconds), "--attn", record.attn]
+    command += ["--kernels", record.kernels or "xla"]
     command += ["--tiny"] if record.tiny else []
     environment = _environment(record.stage, tiny=record.tiny)
     with (record.folder / "errors.log").open("a") as errors:
@@ -232,6 +246,12 @@ def options() -> argparse.ArgumentParser:
         choices=ATTENTION,
         default="hopper",
         help="attention of whole steps and of serving",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="hopper",
+        help="of products with quantised weights in whole steps and stages gemm_*",
     )
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     return parser

@@ -79,9 +79,9 @@ def verdict(ratios: dict[str, float], wanted: int) -> dict[str, Any]:
 
 def _measured(c: Comparison, tiny: bool, ratios: dict[str, float], limit: float) -> dict[str, Any]:
     calls = 1 if tiny else 8
-    sets = _sets(c, tiny)
-    mine = _time(c, c.ours, sets, calls, tiny)
-    others = {name: _time(c, call, sets, calls, tiny) for name, call in c.by_xla.items()}
+    sets = sets_of(c, tiny)
+    mine = duration(c, c.ours, sets, calls, tiny)
+    others = {name: duration(c, call, sets, calls, tiny) for name, call in c.by_xla.items()}
     best = min(others, key=lambda name: others[name])
     ratios[c.shape] = others[best] / mine
     return {
@@ -97,17 +97,26 @@ def _measured(c: Comparison, tiny: bool, ratios: dict[str, float], limit: float)
 
 def timed(c: Comparison, call: Call, tiny: bool) -> dict[str, Any]:
     """The time of a call."""
-    spent = _time(c, call, _sets(c, tiny), 1 if tiny else 8, tiny)
+    spent = duration(c, call, sets_of(c, tiny), 1 if tiny else 8, tiny)
     return {"us": spent * 1e6, "bytes_per_s": c.n_bytes / spent}
 
 
-def _sets(c: Comparison, tiny: bool) -> list[tuple[Any, ...]]:
+def sets_of(c: Comparison, tiny: bool) -> list[tuple[Any, ...]]:
     """Arguments that together are far larger than the L2, or eight of them."""
     copies = 1 if tiny else max(1, min(8, 4 * L2_BYTES // c.n_bytes))
     return [c.inputs(seed) for seed in range(copies)]
 
 
-def _time(c: Comparison, call: Call, sets: Sequence[Any], calls: int, tiny: bool) -> float:
+def duration(
+    c: Comparison,
+    call: Call,
+    sets: Sequence[Any],
+    calls: int,
+    tiny: bool,
+    options: dict[str, Any] | None = None,
+) -> float:
+    """Seconds of a call in a chain of ``calls``, compiled with these options of XLA."""
+
     def chain(sets: Sequence[tuple[Any, ...]]) -> Any:
         """Each call reads the next set, so that small ones are not in the L2 either."""
         sets, out = list(sets), None
@@ -117,4 +126,4 @@ def _time(c: Comparison, call: Call, sets: Sequence[Any], calls: int, tiny: bool
             out = call(*args)
         return out
 
-    return seconds(chain, (sets,), calls, 1 if tiny else 7)
+    return seconds(chain, (sets,), calls, 1 if tiny else 7, options)

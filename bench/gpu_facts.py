@@ -27,7 +27,7 @@ def facts(record: Record) -> None:
     n = 2**20 if record.tiny else 2**33
     record.attempt("read bandwidth", functools.partial(_read, n))
     record.attempt("copy bandwidth", functools.partial(_copy, n))
-    for dtype in ("bfloat16", "float8_e4m3fn"):
+    for dtype in ("bfloat16", "float8_e4m3fn", "int8"):
         side = 128 if record.tiny else 8192
         record.attempt(f"matmul {dtype}", functools.partial(_matmul, side, jnp.dtype(dtype)))
     for rows in (1, 8, 64, 256):
@@ -83,10 +83,11 @@ def _copy(n_bytes: int) -> dict[str, float]:
 
 def _matmul(side: int, dtype: Any) -> dict[str, float]:
     a, b = _random(side, side, dtype=dtype), _random(side, side, dtype=dtype)
+    wide = jnp.int32 if dtype == jnp.int8 else jnp.bfloat16
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         dims = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.bfloat16)
+        return jax.lax.dot_general(a, b, dims, preferred_element_type=wide)
 
     spent = timed(jax.jit(product), a, b)
     return {"tflops": 2 * side**3 / spent / 1e12, "seconds": spent}

@@ -139,9 +139,15 @@ def compare(call: Callable[[], jax.Array], want: Any, keep: Any, *, tiny: bool) 
     return {"rel": rel, "stable": stable, "ok": bool(rel < 1e-2 and stable)}
 
 
-def seconds(chain: Callable[..., Any], args: tuple, calls: int, repeats: int = 7) -> float:
-    """Median seconds of one call of a compiled chain of ``calls`` dependent calls."""
-    compiled = jax.jit(chain).lower(*args).compile()
+def seconds(
+    chain: Callable[..., Any],
+    args: tuple,
+    calls: int,
+    repeats: int = 7,
+    options: dict[str, Any] | None = None,
+) -> float:
+    """Median seconds of one call of a chain of ``calls`` dependent calls, compiled with these options of XLA."""
+    compiled = jax.jit(chain).lower(*args).compile(options)
     for _ in range(3):
         jax.block_until_ready(compiled(*args))
     times = []

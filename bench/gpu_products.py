@@ -45,7 +45,7 @@ EVERY_FORM = "8b down"
 TINY_FORMS = ("int4 zeros g128", "e2m1 g16", "fp8 blocks")
 
 
-def _weights(M: int, N: int, D: int, form: Form, seed: int) -> tuple[Any, ...]:
+def weights(M: int, N: int, D: int, form: Form, seed: int) -> tuple[Any, ...]:
     """Rows of x, and a matrix."""
     keys = iter(jax.random.split(jax.random.key(seed), 6))
     x = jax.random.normal(next(keys), (M, D), jnp.bfloat16)
@@ -59,6 +59,11 @@ def _weights(M: int, N: int, D: int, form: Form, seed: int) -> tuple[Any, ...]:
     zero = jax.random.randint(next(keys), (N, B), -8, 8, jnp.int8) if form.zeros else None
     w = QTensor(q=q, scale=scale, zero=zero, form=form, shift=shift if form.shifts else None)
     return x, w
+
+
+def linked(args: tuple[Any, ...], y: Any) -> tuple[Any, ...]:
+    """The next product's rows, which wait for this one's result."""
+    return args[0] + (y[:, :1] * 1e-6).astype(args[0].dtype), args[1]
 
 
 def in_float32(x: Any, w: QTensor) -> Any:
@@ -76,7 +81,7 @@ def products(tiny: bool) -> Iterator[Comparison]:
         for label in TINY_FORMS if tiny else FORMS if name == EVERY_FORM else (first,):
             form = FORMS[label]
             for M in (2,) if tiny else (1, 16, 64):
-                inputs = functools.partial(_weights, M, N, D, form)
+                inputs = functools.partial(weights, M, N, D, form)
                 stored = jax.tree.leaves(jax.eval_shape(lambda inputs=inputs: inputs(0))[1])
                 yield Comparison(
                     "quant_matmul",
@@ -84,7 +89,7 @@ def products(tiny: bool) -> Iterator[Comparison]:
                     inputs,
                     ours,
                     {quant.way_of(form, M): quant.product},
-                    lambda args, y: (args[0] + (y[:, :1] * 1e-6).astype(args[0].dtype), args[1]),
+                    linked,
                     sum(a.size * a.dtype.itemsize for a in stored) + M * (D * 2 + N * 4),
                 )
 

@@ -29,13 +29,21 @@ class NotHere(Exception):
 class Record:
     """The figures of one stage; what the folder's record holds of it already is not measured again.
 
-    ``seconds`` is the time that the stage may take, ``attn`` the attention that its steps run.
+    ``seconds`` is the time that the stage may take, ``attn`` the attention that its steps run, ``kernels`` the level
+    of those for quantised weights, empty for XLA's products.
     """
 
     def __init__(
-        self, folder: Path, stage: str, *, tiny: bool, seconds: float, attn: str = "hopper"
+        self,
+        folder: Path,
+        stage: str,
+        *,
+        tiny: bool,
+        seconds: float,
+        attn: str = "hopper",
+        kernels: str = "hopper",
     ) -> None:
-        self.stage, self.tiny, self.attn = stage, tiny, attn
+        self.stage, self.tiny, self.attn, self.kernels = stage, tiny, attn, kernels
         self.folder = folder
         self._file = folder / "gpu.jsonl"
         self._end = time.monotonic() + seconds

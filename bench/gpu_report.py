@@ -63,6 +63,12 @@ def _beside_xla(x: Line) -> tuple[str, str]:
     return f"{times}: {x['ratio']:.2f} x, {x['verdict']}", share
 
 
+def _beside_cublaslt(x: Line) -> tuple[str, str]:
+    rates = f"{x['bytes_per_s'] / 1e12:.2f} TB/s, {x['tflops']:.0f} TFLOP/s"
+    beside = f"cuBLASLt ({x['cublaslt']}) {x['cublaslt_us']:,.1f} us: {x['ratio']:.2f} x"
+    return f"{x['us']:,.1f} us, {rates}; {beside}", f"{x['share']:.0%}"
+
+
 def _bandwidth(x: Line) -> tuple[str, str]:
     return f"{x['bytes_per_s'] / 1e12:.2f} TB/s", ""
 
@@ -86,6 +92,8 @@ ROWS = (
     Row("steps_8b", r"8b, (batch .*|mixed .*)", _step),
     Row("steps_8b_kv8", r"8b, (batch .*|mixed .*)", _step),
     Row("steps_8b_kv_int8", r"8b, (batch .*|mixed .*)", _step),
+    Row("steps_8b_fp8", r"8b, (batch .*|mixed .*)", _step),
+    Row("steps_8b_int4", r"8b, (batch .*|mixed .*)", _step),
     Row("steps_1b", r"1b, (batch .*|mixed .*)", _step),
     Row("graphs", r"1b, .*", _step),
     Row("verify", r"8b, .* (verify|tree) of \d+", _verified),
@@ -97,6 +105,7 @@ ROWS = (
     Row("steps_v2_lite", r"v2-lite, (batch .*|mixed .*)", _step),
     Row("experts_times", r".*", _rate),
     Row("products_times", r".*", _beside_xla),
+    Row("gemm_times", r".*", _beside_cublaslt),
     Row("candidate_times", r".*", _beside_xla),
     Row("serving", r".*/.*@\d+|S1", _served),
     Row("peers", r".*", _loop),
@@ -108,6 +117,7 @@ NUMERICS = (
     "step_numerics",
     "experts_numerics",
     "products_numerics",
+    "gemm_numerics",
     "candidate_numerics",
 )
 

@@ -33,7 +33,9 @@ from jserve.runner.programs import compile_options
 from jserve.runner.state import new_state
 from jserve.shapes import SHAPES
 from jserve.sim.roofline import CHIPS, Roofline
+from jserve.sizing.models import Model
 from jserve.weights.dummy import draw_all
+from jserve.weights.quant.scheme import quantised, scheme_of
 
 _TINY = {
     **SHAPES["llama-3.2-1b"],
@@ -77,6 +79,8 @@ class Rig:
 
     Args:
         n_pages: of the pool, or as many as there is room for.
+        quantization: of the engine's option, the name of a form on load; empty: the matrices are bfloat16.
+        kernels: level of the kernels for quantised weights, see ``level_of``.
     """
 
     def __init__(
@@ -90,11 +94,18 @@ class Rig:
         kv_dtype: Any = jnp.bfloat16,
         cuda_graphs: str = "step",
         family: Family = FAMILIES["tiny"],
+        quantization: str = "",
+        kernels: str = "",
     ) -> None:
         device = jax.devices()[0]
         attention = _none() if attn == "none" else _attention(arch, attn, kv_dtype)
         self.arch, mesh, rules = arch, make_mesh(1, [device]), ShardRules()
         kept = attention.kv_dtype(kv_dtype)
+        if quantization:
+            family = quantised(family, scheme_of({}, jnp.bfloat16, quantization))
+        self.itemsize = Model(
+            name="", family=family, arch=arch, dtype=np.dtype(jnp.bfloat16)
+        ).itemsize
         model = StepModel(
             family=family,
             arch=arch,
@@ -105,6 +116,7 @@ class Rig:
             n_pages=n_pages,
             kv_dtype=kept,
             dtype=jnp.bfloat16,
+            kernels=kernels,
         )
         n_pages = min(n_pages, most_pages(model, memory()))
         self.model = dataclasses.replace(model, n_pages=n_pages)
@@ -185,6 +197,12 @@ class Rig:
         return pages <= dims.M and batch * pages < self.model.n_pages
 
 
+def level_of(record: Record) -> str:
+    """Level of the kernels for quantised weights that a call of ``bench.gpu`` runs: Hopper's, or empty for XLA's
+    products. On a CPU these, for which the native kernels are no part of what is timed."""
+    return record.kernels if jax.devices()[0].platform != "cpu" else ""
+
+
 def memory() -> int | None:
     """Bytes that XLA may take of the first device; None: it has no memory of its own."""
     found = jax.devices()[0].memory_stats()
@@ -229,7 +247,7 @@ def least_seconds(record: Record, rig: Rig, rows: Sequence[Span], drawn: int) ->
     measured = record.figure("facts", "read bandwidth", "bytes_per_s", chip.bytes_per_s)
     chip = dataclasses.replace(chip, bytes_per_s=measured)
     kv_itemsize = rig.model.kv_dtype.itemsize
-    line = Roofline(arch=rig.arch, itemsize=2, chip=chip, kv_itemsize=kv_itemsize)
+    line = Roofline(arch=rig.arch, itemsize=rig.itemsize, chip=chip, kv_itemsize=kv_itemsize)
     work = line.work(
         rows=len(rows),
         tokens=sum(count for _, count in rows),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.gpu_record import GRAPHS, Record
-from bench.gpu_rig import ARCHS, FAMILIES, Rig, Span, least_seconds
+from bench.gpu_rig import ARCHS, FAMILIES, Rig, Span, least_seconds, level_of
 from jserve.kv_layout import KV_FORMS
 from jserve.model.arch import Arch, resized, with_kv_forms
 from jserve.model.draft_tree import Parents
@@ -34,6 +34,8 @@ TREE_OF_16 = tuple((j - 1) // 2 for j in range(1, 16))
 BATCHES = (1, 8, 32, 64, 128, 256, 2, 4, 16)
 """In order of worth, for a stage that is cut."""
 CONTEXTS = (2048, 512, 8192)
+QUANTISED: dict[str, Any] = {"batches": (1, 64, 16, 8, 32), "contexts": (2048, 8192)}
+"""Of steps with quantised weights."""
 
 
 def step_numerics(record: Record) -> None:
@@ -45,6 +47,7 @@ def step_numerics(record: Record) -> None:
             "tiny": ("tiny", 1, rows, chunk, Bucket(D=2, P=8, F=1), BF16),
             "tiny, tree, 8 bits": ("tiny", 1, [(70, 4), (3, 1)], chunk, tree, E4M3),
             "tiny, int8": ("tiny", 1, rows, chunk, Bucket(D=2, P=8, F=1), BYTES),
+            "tiny, int4 weights": ("tiny", 1, rows, chunk, Bucket(D=2, P=8, F=1), BF16, "int4"),
         }
     else:
         mixed = Bucket(D=16, P=256, F=4)
@@ -59,19 +62,29 @@ def step_numerics(record: Record) -> None:
             "8b, 2 layers, mixed, 8 bits": ("8b", 2, rows, chunks, mixed, E4M3),
             "8b, 2 layers, mixed, int8": ("8b", 2, rows, chunks, mixed, BYTES),
             "8b, 2 layers, tree beside chunks": ("8b", 2, few, chunks, tree, BF16),
+            "8b, 2 layers, verify, int4 weights": ("8b", 2, few, [], verify, BF16, "int4"),
         }
-    for name, (arch, L, decode, prefill, bucket, dtype) in cases.items():
-        check = functools.partial(_step_check, record, arch, L, decode, prefill, bucket, dtype)
-        record.attempt(name, check)
+    for name, case in cases.items():
+        record.attempt(name, functools.partial(_step_check, record, *case))
 
 
 def _step_check(
-    record: Record, name: str, L: int, decode: Any, prefill: Any, bucket: Bucket, dtype: Any
+    record: Record,
+    name: str,
+    L: int,
+    decode: Any,
+    prefill: Any,
+    bucket: Bucket,
+    dtype: Any,
+    quantization: str = "",
 ) -> dict[str, Any]:
+    """``ref`` multiplies quantised weights by XLA."""
     arch = _stored_as(_with_layers(ARCHS[name], L), dtype)
     outs, pools = [], []
+    how: dict[str, Any] = {"M": 32, "kv_dtype": dtype, "quantization": quantization}
     for attn in ("ref", record.attn):
-        rig = Rig(arch, attn, n_pages=64 if name == "tiny" else 1024, M=32, kv_dtype=dtype)
+        kernels = "" if attn == "ref" else level_of(record)
+        rig = Rig(arch, attn, n_pages=64 if name == "tiny" else 1024, kernels=kernels, **how)
         rig.fill(_unseen(rig, (*decode, *prefill)))
         out = rig.run(bucket, rig.buffer(bucket, decode, prefill))
         outs.append(np.asarray(out.packed_RX))
@@ -156,6 +169,16 @@ def steps_8b_kv_int8(record: Record) -> None:
     _steps(record, "8b", n_pages=16380, kv_dtype=BYTES, batches=(1, 64, 32), contexts=(2048, 8192))
 
 
+def steps_8b_fp8(record: Record) -> None:
+    """Matrices of e4m3 with a scale a row, and activations rounded to it."""
+    _steps(record, "8b", n_pages=8450, **QUANTISED, quantization="fp8")
+
+
+def steps_8b_int4(record: Record) -> None:
+    """Matrices of 4 bits in groups of 128."""
+    _steps(record, "8b", n_pages=8450, **QUANTISED, quantization="int4")
+
+
 def steps_30b_a3b(record: Record) -> None:
     """Experts: KV of 64 rows of 2k, 13 GB beside 61 GB of weights."""
     _steps(record, "30b-a3b", n_pages=2112, batches=(1, 64, 8, 32), contexts=(2048, 512))
@@ -166,7 +189,9 @@ def steps_v2_lite(record: Record) -> None:
     _steps(record, "v2-lite", n_pages=8450, batches=(1, 64, 8, 32), contexts=(2048, 8192))
 
 
-def _filled(record: Record, name: str, *, n_pages: int, M: int, kv_dtype: Any = BF16) -> Rig:
+def _filled(
+    record: Record, name: str, *, n_pages: int, M: int, kv_dtype: Any = BF16, quantization: str = ""
+) -> Rig:
     """A process that goes on after a lost case draws anew, and adds no second line.
 
     Raises:
@@ -177,6 +202,7 @@ def _filled(record: Record, name: str, *, n_pages: int, M: int, kv_dtype: Any = 
     def draw() -> dict[str, Any]:
         begin = time.perf_counter()
         how: dict[str, Any] = {"kv_dtype": kv_dtype, "cuda_graphs": record.cuda_graphs}
+        how |= {"quantization": quantization, "kernels": level_of(record) if quantization else ""}
         arch = _stored_as(ARCHS[name], kv_dtype)
         rig = Rig(arch, record.attn, n_pages=n_pages, M=M, family=FAMILIES[name], **how)
         rig.fill()
@@ -202,12 +228,14 @@ def _steps(
     kv_dtype: Any = BF16,
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
+    quantization: str = "",
 ) -> None:
     M = 130
     if record.tiny:
         batches, contexts, n_pages, M = (2, 1), (70, 600), 16, 8
         name = f"tiny {name}" if f"tiny {name}" in ARCHS else "tiny"
-    rig = _filled(record, name, n_pages=n_pages, M=M, kv_dtype=kv_dtype)
+    how: dict[str, Any] = {"kv_dtype": kv_dtype, "quantization": quantization}
+    rig = _filled(record, name, n_pages=n_pages, M=M, **how)
     mixed = Bucket(D=2, P=16, F=1) if record.tiny else Bucket(D=32, P=2048, F=8)
     for context in contexts:
         for batch in batches:

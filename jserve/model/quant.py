@@ -289,8 +289,8 @@ def rounded(
             most_TB == 0, 1.0, jnp.where(finite_TB, held_TB, jnp.nan)
         ) * np.float32(1 / top)
     x_TBG = x_TBG / scale_TB[..., None]
-    if form.static or form.bound:
-        x_TBG = jnp.clip(x_TBG, -top, top)
+    if form.static or form.bound:  # other scales hold their largest
+        x_TBG = jnp.clip(x_TBG, -128.0 if form.kind == "int8" else -top, top)
     return (jnp.round(x_TBG) if form.kind == "int8" else x_TBG).astype(KINDS[form.kind]), scale_TB
 
 

@@ -99,7 +99,7 @@ def test_each_fault_costs_one_case(tmp_path, monkeypatch, capsys):
     assert len(errors) == 4
     assert "hangs" in (tmp_path / "errors.log").read_text(), "the stacks of the hang"
     right = [name for name, x in found.items() if name not in errors and name not in ("end", "one")]
-    assert len(right) == 9
+    assert len(right) == 10
 
     (tmp_path / "sitecustomize.py").unlink()
     before = found["matmul bfloat16"]

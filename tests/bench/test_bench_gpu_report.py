@@ -79,6 +79,24 @@ def test_every_kind_of_figure_has_a_row(tmp_path: Path) -> None:
             "itl_p50_ms": 11.0,
         },
         {"stage": "peers", "name": "torch graph, 8b", "ms": 4.0, "tok_per_s": 250.0},
+        {
+            "stage": "steps_8b_fp8",
+            "name": "8b, batch 1, context 2048",
+            "ms": 2.5,
+            "tok_per_s": 400.0,
+            "share": 0.76,
+        },
+        {
+            "stage": "gemm_times",
+            "name": "8b gate_up, fp8, 64 rows",
+            "us": 30.0,
+            "bytes_per_s": 3.9e12,
+            "tflops": 501.0,
+            "share": 0.91,
+            "cublaslt_us": 36.0,
+            "cublaslt": "e4m3",
+            "ratio": 1.2,
+        },
     )
     table = gpu_report.markdown(gpu_report.merged([file]))
     for shown in (
@@ -87,6 +105,8 @@ def test_every_kind_of_figure_has_a_row(tmp_path: Path) -> None:
         "1.10 x a decode step",
         "400, 600",
         "4.00 TB/s | 90%",
+        "2.50 ms, 400 tok/s | 76%",
+        "30.0 us, 3.90 TB/s, 501 TFLOP/s; cuBLASLt (e4m3) 36.0 us: 1.20 x | 91%",
     ):
         assert shown in table
     for shown in ("900 us, 500 TFLOP/s", "9,000 tok/s, TTFT 50 ms, ITL 11.0 ms", "250 tok/s"):

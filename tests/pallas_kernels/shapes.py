@@ -27,7 +27,7 @@ MODELS = (
     "llama-4-scout",
 )
 ARCHS = {name: family_for(SHAPES[name]).arch(SHAPES[name]) for name in MODELS}
-FAMILIES = {arch.family: family_for(SHAPES[name]) for name, arch in ARCHS.items()}
+FAMILIES = {family.name: family for family in map(family_for, SHAPES.values())}
 
 
 def step_model(

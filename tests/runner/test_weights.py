@@ -443,6 +443,26 @@ def test_weights_of_a_quantised_checkpoint_are_not_replaced() -> None:
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 
 
+@pytest.mark.parametrize(
+    ("asked", "config", "says"),
+    [
+        ("int8", {}, "an adapter cannot be added to weights that were quantised on load"),
+        ("auto", {"quantization_config": AWQ}, "only a tree of matrices in its forms"),
+    ],
+)
+def test_an_adapter_of_quantised_weights_is_refused(asked: str, config: Any, says: str) -> None:
+    """Of the sum a matrix in 8 or 4 bits would keep little; nothing changes."""
+    model = bf16_update(1, 128)[0]
+    family = quantised(LLAMA, scheme_of(config, jnp.bfloat16, asked))
+    model = dataclasses.replace(model, family=family)
+    specs = family.specs(model.arch, 1)
+    own = draw_all(specs, 0, model.mesh, RULES, model.dtype)
+    with pytest.raises(WeightsError, match=says) as caught:
+        WeightUpdate(model, {})(own, adapter(model.arch)[0])
+    assert caught.value.field == "params"
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(own))
+
+
 @pytest.mark.parametrize("asked", ["int8", "auto"])
 def test_quantised_weights_replace_those_of_their_form(asked: str) -> None:
     """Those of weights quantised on load and of a checkpoint; as they are, of one device or of two, by programs that

@@ -116,6 +116,47 @@ def test_a_plan_of_each_family(name: str) -> None:
     assert {group.reads: group.layers for group in found.kv_groups} == layers
 
 
+def attention(D: int, N: int, K: int, H: int) -> int:
+    """Numbers of a layer's q, k, v and o."""
+    return 2 * D * H * (N + K)
+
+
+LATENT = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+"""Of DeepSeek-V3: q_a, q_b, kv_a, kv_b, o."""
+ACTIVE = {
+    "mixtral-8x7b": 32 * (attention(4096, 32, 8, 128) + 8 * 4096 + 2 * 3 * 4096 * 14336)
+    + 32000 * 4096,
+    "olmoe-1b-7b": 16 * (attention(2048, 16, 16, 128) + 64 * 2048 + 8 * 3 * 2048 * 1024)
+    + 50304 * 2048,
+    "granite-3.0-1b-a400m": 24 * (attention(1024, 16, 8, 64) + 32 * 1024 + 8 * 3 * 1024 * 512)
+    + 49155 * 1024,
+    "gpt-oss-20b": 24 * (attention(2880, 64, 8, 64) + 32 * 2880 + 4 * 3 * 2880 * 2880)
+    + 201088 * 2880,
+    "deepseek-v3": 61 * LATENT
+    + 3 * 3 * 7168 * 18432
+    + 58 * (256 * 7168 + (8 + 1) * 3 * 7168 * 2048)
+    + 129280 * 7168,
+}
+"""Layers of attention, router and chosen experts (of DeepSeek a shared one, and three dense layers), and the head."""
+PUBLISHED = {
+    "mixtral-8x7b": 12.9,
+    "olmoe-1b-7b": 1.3,
+    "granite-3.0-1b-a400m": 0.4,
+    "gpt-oss-20b": 3.6,
+    "deepseek-v3": 37,
+}
+"""Billions, as publishers round them; some count the table of embeddings, too."""
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_what_a_token_reads_of_mixtures(name: str) -> None:
+    found = plan(name, tensor_parallel_size=16 if name == "deepseek-v3" else 1)
+    assert found.parameters == PARAMETERS[name]
+    assert found.active_parameters == ACTIVE[name]
+    assert found.active_bytes_total == 2 * ACTIVE[name]
+    assert ACTIVE[name] / 1e9 == pytest.approx(PUBLISHED[name], rel=0.11)
+
+
 def test_a_token_reads_the_experts_that_it_chooses() -> None:
     """8 of 128 experts of Qwen3-30B-A3B: 3.04 B of 30.5 B parameters, 6.1 GB. 64 tokens that choose at random read
     126 of them."""

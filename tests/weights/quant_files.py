@@ -258,6 +258,7 @@ FORMATS: dict[str, Format] = {
     "pack 5 bits, dense": compressed(
         "pack-quantized", INT4 | {"num_bits": 5}, dense=True, form="int8 g32"
     ),
+    "pack 6 bits": compressed("pack-quantized", INT4 | {"num_bits": 6}, form="int8 g32"),
     "pack 6 bits, dense, zeros": compressed(
         "pack-quantized",
         INT4 | {"num_bits": 6, "symmetric": False},

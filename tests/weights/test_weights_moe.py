@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,22 @@ def test_both_spellings_give_the_parameters_of_a_plain_assembly(
     assert want["layers"][1]["router"].dtype == jnp.float32
     assert_equal(loaded(model.single(), tp), want)
     assert_equal(loaded(respelled(model).single(), tp), want)
+
+
+def test_weights_that_predict_tokens_ahead_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The layer behind DeepSeek-V3's last one, experts of its own included: left out, and nothing else changes."""
+    model = Model(tmp_path / "m", CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 1})
+    want = loaded(model.single())
+    last = {n: x for n, x in model.tensors.items() if n.startswith("model.layers.1.")}
+    ahead = {n.replace("layers.1", "layers.2"): x for n, x in last.items()}
+    ahead["model.layers.2.eh_proj.weight"] = np.ones((32, 64), BF16)
+    model.tensors |= ahead
+    with caplog.at_level(logging.INFO, "jserve"):
+        assert_equal(loaded(model.single()), want)
+    [said] = [r.getMessage() for r in caplog.records if "layers.2" in r.getMessage()]
+    assert f"{len(ahead)} unused tensors: model.layers.2." in said
 
 
 DEEPSEEK: dict[str, Any] = {

@@ -86,6 +86,29 @@ def test_an_odd_vocabulary_is_stored_whole_and_padded_on_the_way_back(
         assert a.sharding == b.sharding
 
 
+FAMILIES = ("gemma", "gemma3", "phi3-window-partial", "cohere2", "gpt-oss", "llama4", "glm4")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families_come_back_on_other_meshes(tmp_path: Path, case: str, tp: int) -> None:
+    """With other parameters than Llama's: tied tables, fused tensors, sinks, experts with biases."""
+    from tests.model.hf import SIZES, config_of
+    from tests.model.test_parity import CASES
+
+    name, config = CASES[case]
+    config = {key: value for key, value in (SIZES | config).items() if key != "seed"}
+    stated = config_of(name, **config).to_dict() | {"architectures": [name]}
+    model = Model(tmp_path / "m", json.loads(json.dumps(stated, default=str))).single()
+    assert convert(str(model.path), tmp_path / "out").format == "orbax"
+    want, got = from_dir(model.path, tp), from_dir(tmp_path / "out", tp)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert same(a, b)
+        assert a.sharding == b.sharding
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("shard", range(4))
 def test_the_scan_looks_at_every_shard(model: Model, tmp_path: Path, shard: int) -> None:

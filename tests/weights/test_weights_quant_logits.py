@@ -4,6 +4,7 @@ rounded, those of a model in plain numpy that rounds them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,9 @@ def per_token(kind: str, group: int = 0, bound: float = 0.0) -> Callable[[Any], 
     return lambda model: rule
 
 
-def static(model: Any) -> Rule:
+def static(model: Any, kind: str = "e4m3") -> Rule:
     """The checkpoint's scale of a matrix; of q, k and v, or gate and up, the largest."""
+    least, most = {"int8": (-128, 127), "e4m3": (-448, 448)}[kind]
     beside = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": ("gate", "up"), "up": ("gate", "up")}
 
     def rule(x: np.ndarray, module: str) -> np.ndarray:
@@ -104,7 +106,7 @@ def static(model: Any) -> Rule:
         own = last.removesuffix("_proj")
         names = [f"{stem}.{part}_proj.input_scale" for part in beside.get(own, (own,))]
         scale = np.float32(max(float(model.tensors[n].reshape(-1)[0]) for n in names))
-        return nearest(np.clip(x / scale, -448, 448), "e4m3") * scale
+        return nearest(np.clip(x / scale, least, most), kind) * scale
 
     return rule
 
@@ -158,6 +160,7 @@ RULES_OF: dict[str, Callable[[Any], Rule]] = {
     "fp8 static": static,
     "modelopt fp8": static,
     "float static": static,
+    "int static": partial(static, kind="int8"),
 }
 
 
