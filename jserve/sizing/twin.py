@@ -54,10 +54,8 @@ def step_cost(runner: ModelRunner, bucket: Bucket, repeats: int) -> StepCost:
         flat = core.jaxpr_as_fun(without_collectives(closed))(*jax.tree.leaves(args))
         return jax.tree.unflatten(tree, flat)
 
-    programs = (
-        runner.programs.step(bucket),
-        jax.jit(twin, donate_argnums=(1,)).lower(*args).compile(runner.programs.options),
-    )
+    lowered, options = jax.jit(twin, donate_argnums=(1,)).lower(*args), runner.programs.options
+    programs = runner.programs.step(bucket), lowered.compile(dict(options or {}))
     params, state, buf = args
     seconds: list[list[float]] = [[], []]
     for turn in range(WARM + repeats):
