@@ -161,6 +161,7 @@ def _ray(pods: Pods, *, name: str = "ray", engine: bool = False) -> dict[str, An
     made: dict[str, Any] = {
         "name": name,
         "image": pods.image,
+        "env": [{"name": "RAY_worker_niceness", "value": "0"}],
         "resources": {"requests": size, "limits": limits},
         "volumeMounts": _mounts(),
     }

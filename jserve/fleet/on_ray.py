@@ -48,7 +48,7 @@ from jserve.fleet.source import OnChange
 from jserve.types import Request
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Of the workers of a Ray that we start. Ray gives them niceness 15, so that a replica would wait for its front.
+# Of a Ray that we start. By itself it gives its workers niceness 15: a replica then waits for whatever else there is.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 try:

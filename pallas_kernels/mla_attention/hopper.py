@@ -19,6 +19,7 @@ Results leave through the shared memory of the queries, once both warpgroups are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -76,8 +77,9 @@ class Tile:
         return 24 if self.copies <= 2 else 40
 
     def out_columns(self, dtype: Any) -> int:
-        """Columns that pass through shared memory at once."""
-        return min(self.columns, 512 // jnp.dtype(dtype).itemsize)
+        """Columns that pass through shared memory at once: all, or as many as divide them."""
+        most = 512 // jnp.dtype(dtype).itemsize
+        return self.columns if self.columns <= most else math.gcd(self.columns, most)
 
     def smem_bytes(self, dtype: Any, out_dtype: Any) -> int:
         """Of a block of the grid, barriers and alignment included."""

@@ -141,6 +141,12 @@ async def test_who_takes_a_place_publishes_there(drill):
     assert (found[0], {one[2] for one in found}) == ((0, ["AllBlocksCleared"], rank), {rank})
 
 
+async def test_a_replica_is_as_nice_as_its_server(drill):
+    """Ray by itself would have it wait for all others on a busy machine."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, drill.pid(one)) for one in drill.fleet.members} == {own}
+
+
 async def test_d1_whatever_was_asked_for(drill):
     """Requests with any fields, while the busiest replica is killed."""
     rng = random.Random(7)

@@ -72,6 +72,7 @@ def test_each_replica_has_a_worker_and_the_front_one_where_none_is_placed() -> N
     [ray] = engines["template"]["spec"]["containers"]
     assert ray["resources"]["limits"] == {"memory": "9Gi", "nvidia.com/gpu": 2}
     assert ray["resources"]["requests"] == {"cpu": "4", "memory": "9Gi"}
+    assert ray["env"] == [{"name": "RAY_worker_niceness", "value": "0"}], "else replicas have 15"
     assert group(ray_service, "front")["rayStartParams"] == {"num-cpus": "0"}
     assert service["metadata"]["name"] == "m-front"
     labels = group(ray_service, "front")["template"]["metadata"]["labels"]

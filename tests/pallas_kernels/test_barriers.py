@@ -3,6 +3,7 @@ right; what the kernels of the table announce when compiled is announced there t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -11,14 +12,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.gpu_products import products
 from pallas_kernels.launch import interpreter, plgpu
+from pallas_kernels.mla_attention import LatentPages, LatentSpec, mla_attention, mla_chunks
 from pallas_kernels.paged_attention import hopper as decode_kernel
 from pallas_kernels.paged_attention.api import tile_of as decode_tile
+from pallas_kernels.quant_matmul import quant_matmul
 from pallas_kernels.ragged_prefill import hopper as prefill_kernel
 from pallas_kernels.ragged_prefill.api import tile_of as prefill_tile
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Chunks, Rows
 from tests.pallas_kernels import test_paged_attention as decode, test_ragged_prefill as prefill
-from tests.pallas_kernels.barriers import THREADS, announced, check_barriers
+from tests.pallas_kernels.barriers import THREADS, announced, check_barriers, launched
+from tests.pallas_kernels.latents import FEW, VARIANTS as LATENTS, Latents
+from tests.pallas_kernels.rows import PRODUCTS
+from tests.pallas_kernels.test_quant_matmul import Inputs
 from tests.pallas_kernels.variants import CHAINS, VARIANTS, Variant
 
 
@@ -60,6 +67,10 @@ def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return struct(*shape, dtype=jnp.int32)
+
+
 def of_decode(v: Variant, tune: dict[str, int] | None) -> set[int]:
     spec = AttentionSpec(
         scale=0.1, **v.static, tune=tune, interpret=interpreter() if tune else None
@@ -88,6 +99,57 @@ def test_what_is_compiled_is_announced_in_the_interpreter_too() -> None:
         compiled = set().union(*(of(v, None) for v in table.values()))
         interpreted = interpreted.union(*(of(v, tune) for v in table.values()))
         assert compiled <= interpreted, (of.__name__, compiled - interpreted)
+
+
+def traced(call: Any, *args: Any) -> set[tuple[str, int]]:
+    """The barriers of the kernels of a call, by name, and the arrivals that they announce."""
+    with launched() as launches:
+        jax.eval_shape(call, *args)
+    scratch = [item for one in launches for item in one.scratch.items()]
+    return {(name, x.num_arrivals) for name, x in scratch if isinstance(x, plgpu.Barrier)}
+
+
+def of_product(case: dict[str, Any]) -> set[tuple[str, int]]:
+    """As ``test_quant_matmul`` runs it."""
+    sizes = {name: value for name, value in case.items() if name != "tune"}
+    how = {"tune": case.get("tune"), "interpret": interpreter()}
+
+    def call(x: Any, w: Any, kind: str, **more: Any) -> Any:
+        return traced(lambda x, w: quant_matmul(x, w, kind, **more, **how), x, w)
+
+    found: Any = Inputs(**sizes).by(call)
+    return found
+
+
+def test_also_by_products_with_weights_in_groups() -> None:
+    cases = [(c.ours, jax.eval_shape(lambda c=c: c.inputs(0))) for c in products(False)]
+    compiled = set().union(*(traced(ours, *args) for ours, args in cases))
+    interpreted = set().union(*map(of_product, PRODUCTS.values()))
+    assert compiled
+    assert compiled <= interpreted, compiled - interpreted
+
+
+def of_latents(v: Latents, spec: LatentSpec) -> set[tuple[str, int]]:
+    pages = LatentPages(struct(64, v.Z, v.C, dtype=v.dtype), ints(4, 8))
+
+    def rows(q: Any, pages: Any, *row: Any) -> Any:
+        return mla_attention(q, pages, Rows(*row), spec)
+
+    def chunks(q: Any, pages: Any, *chunk: Any) -> Any:
+        return mla_chunks(q, pages, Chunks(*chunk), spec)
+
+    of_rows = traced(rows, struct(4, v.J, v.N, v.C), pages, ints(4), ints(4))
+    return of_rows | traced(chunks, struct(64, v.N, v.C), pages, ints(4), ints(4), ints(4))
+
+
+def test_also_by_latent_attention() -> None:
+    compiled = set().union(*(of_latents(v, v.spec) for v in LATENTS.values()))
+    how = {"tune": FEW, "interpret": interpreter()}
+    interpreted = set().union(
+        *(of_latents(v, dataclasses.replace(v.spec, **how)) for v in LATENTS.values())
+    )
+    assert compiled
+    assert compiled <= interpreted, compiled - interpreted
 
 
 PTX = """
