@@ -96,7 +96,8 @@ def of_format(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     def made(name: str) -> dict[str, Any]:
         path = tmp_path_factory.mktemp("formats") / "mini"
         if name == "pack-quantized":
-            options = {"model": str(quantize(str(build.shipped()), path, Wish(scheme="int4"), []))}
+            wish = Wish(scheme="int4", config='{"group_size": 64}')  # what the gate's bounds are of
+            options = {"model": str(quantize(str(build.shipped()), path, wish, []))}
         else:
             options = {"model": str(mini_formats.written(path, name))}
         if options["model"].endswith(".gguf"):
