@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, default=None, help="file to write: figures and replay")
     args = parser.parse_args(argv)
-    args.admin_port = free_port()
+    args.admin_port, options = free_port(), args.extra
     args.extra += f" --enable-admin --admin-port {args.admin_port}"
     if args.journal is not None:
         args.extra += f" --journal {args.journal}"
@@ -181,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found["replay"] = replayed(args.journal)
         code = max(code, int(found["replay"]["differs"]))
     if args.json is not None:
-        options = {"seed": args.seed, "clients": args.clients, "extra": args.extra}
-        args.json.write_text(json.dumps(probe.record("soak", options, [found]), indent=1) + "\n")
+        how = {"seed": args.seed, "clients": args.clients, "extra": options}
+        args.json.write_text(json.dumps(probe.record("soak", how, [found]), indent=1) + "\n")
     return code
 
 

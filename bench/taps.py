@@ -57,9 +57,10 @@ def digests(llm: LLM) -> dict[str, str]:
 
 def step_ms(
     llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: str, n_ask: int = 0
-) -> float:
+) -> tuple[float, float]:
     """Milliseconds from one token to the next of as many sequences that decode at once, after a quarter of them: the
-    mean, since tokens of two steps may come together. The first ``n_ask`` of them ask (0: all)."""
+    mean, since tokens of two steps may come together; and milliseconds of processor time for each token of a sequence,
+    which others on the machine spoil less. The first ``n_ask`` of the sequences ask (0: all)."""
     engine: Any = llm._engine
     for i in range(n_rows):
         extra = asked if i < (n_ask or n_rows) else {}
@@ -68,13 +69,15 @@ def step_ms(
         )
         engine.submit(Request(id=f"{turn}-{i}", prompt_ids=(i + 1,), params=params))
     came: dict[str, list[float]] = {}
+    began = time.process_time()
     while engine.busy:
         for out in engine.step():
             assert out.error is None, out.error
             came.setdefault(out.request_id, []).extend([time.perf_counter()] * len(out.token_ids))
+    processor_s = (time.process_time() - began) / n_tokens
     first = n_tokens // 4
     means = [(times[-1] - times[first]) / (len(times) - 1 - first) for times in came.values()]
-    return statistics.median(means) * 1e3
+    return statistics.median(means) * 1e3, processor_s * 1e3
 
 
 def measure(path: str, n_rows: int, slots: int, turns: int, n_tokens: int) -> dict[str, Any]:
@@ -98,16 +101,25 @@ def measure(path: str, n_rows: int, slots: int, turns: int, n_tokens: int) -> di
         "programs": len(programs[0]),
         "programs_with_taps": len(programs[1]),
         "same_text": before == after,
-        "step_ms": {name: round(statistics.median(ms), 3) for name, ms in found.items()},
-        "over_plain": {
+        **figures("", {name: [wall for wall, _ in each] for name, each in found.items()}),
+        **figures("processor_", {name: [cpu for _, cpu in each] for name, each in found.items()}),
+    }
+
+
+def figures(kind: str, found: dict[str, list[float]]) -> dict[str, Any]:
+    return {
+        f"{kind}step_ms": {name: round(statistics.median(ms), 3) for name, ms in found.items()},
+        f"{kind}over_plain": {
             name: round(over(ms, found["alone: plain" if "alone" in name else "plain"]), 4)
             for name, ms in found.items()
         },
     }
 
 
-def timed(without: LLM, having: LLM, n_rows: int, n_tokens: int, turn: str) -> dict[str, float]:
-    """The step times of one turn, by what is asked."""
+def timed(
+    without: LLM, having: LLM, n_rows: int, n_tokens: int, turn: str
+) -> dict[str, tuple[float, float]]:
+    """``step_ms`` of one turn, by what is asked."""
     found = {"no taps there": step_ms(without, n_rows, n_tokens, {}, f"{turn}-none")}
     for name, asked in KINDS.items():
         found[name] = step_ms(having, n_rows, n_tokens, asked, f"{turn}-{name}")

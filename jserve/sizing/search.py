@@ -81,7 +81,7 @@ class TriedLayout:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What is the same whatever the devices exchange."""
+        """All that is the same whatever the devices exchange."""
         return self.tp, self.ep, self.replicas
 
     @property

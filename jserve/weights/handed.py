@@ -33,7 +33,8 @@ from jserve.weights.source import resolve
 def from_directory(
     path: str | Path, family: Family, arch: Arch, mesh: Any, rules: Any, dtype: Any
 ) -> Any:
-    """The parameters of a directory, on the devices as ``load`` lays them.
+    """The parameters of a directory, on the devices as ``load`` lays them; of an Orbax checkpoint in host memory, since
+    to restore it onto devices compiles programs.
 
     Raises:
         WeightsError, ConfigError: as ``load``.
@@ -45,6 +46,10 @@ def from_directory(
     plain = replace(arch, sinks=0, kv_forms=(), kv_rotated=False)  # these are options of the engine
     if for_requests(family.arch(source.config), arch.max_position) != plain:
         raise WeightsError(f"{path}: config.json is of another model", field=str(path))
+    if source.format == "orbax":
+        from jserve.weights import orbax  # half a second that few updates need
+
+        return orbax.in_host_memory(source.weights, family.specs(arch, 1))
     return load(family, arch, source, mesh, rules, dtype)
 
 

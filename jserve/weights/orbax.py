@@ -30,7 +30,7 @@ from jserve.gguf.tokenizer import files as gguf_files
 from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.model.shard import ShardRules
 from jserve.weights.adopt import is_exact, place
-from jserve.weights.place import Progress, bad_values_on_device, named, sharding_of
+from jserve.weights.place import Progress, bad_values, bad_values_on_device, named, sharding_of
 from jserve.weights.source import ORBAX_DIR
 
 CHUNK_BYTES = 16 << 20
@@ -112,6 +112,30 @@ def restore(
             if progress is not None:
                 progress(names[i], done, total)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
+
+
+def in_host_memory(root: Path, canonical: Any) -> Any:
+    """The parameters stored in ``root`` as a tree like ``canonical``, of numpy arrays in the dtypes that are stored.
+    Unlike ``restore`` it compiles nothing.
+
+    Raises:
+        WeightsError: as ``restore``.
+    """
+    _check_stored(root, _stored_tree(root), named(canonical))
+    how = jax.tree.map(
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), canonical, is_leaf=is_spec
+    )
+    item = jax.tree.map(lambda _: 0, canonical, is_leaf=is_spec)
+    try:
+        with _checkpointer() as checkpointer:
+            args = ocp.args.PyTreeRestore(item, restore_args=how)
+            tree = checkpointer.restore(root.absolute(), args=args)
+    except Exception as error:
+        raise _broken(root, None, f"cannot be restored: {_line(error)}") from None
+    for (name, _), array in zip(named(canonical), jax.tree.leaves(tree), strict=True):
+        if why := bad_values(array, "sample"):
+            raise _broken(root, name, why)
+    return tree
 
 
 def _checkpointer() -> ocp.Checkpointer:
