@@ -26,8 +26,8 @@ KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 def for_requests(arch: Arch, n_tokens: int) -> Arch:
     """``arch`` as an engine serves texts of up to ``n_tokens`` tokens: beyond longrope's original context each row
-    has the factors of its request, which ``short_context`` decides for its whole life. transformers decides by the
-    length that a text has reached, so that its KV has to be computed anew once it outgrows the original context."""
+    has the factors of its request, which are chosen once, by what it may reach (``Request.is_long``). transformers
+    goes by the length that a text has reached, so that its KV has to be computed anew once it outgrows that context."""
     return _beyond(arch, n_tokens, lambda s: replace(s, by_row=True))
 
 
@@ -39,8 +39,8 @@ def for_context(arch: Arch, n_tokens: int) -> Arch:
 
 
 def short_context(arch: Arch) -> int:
-    """The most tokens that a text may reach to have the short factors in all rows that it has; 0: rows have the same
-    factors whatever their text may reach."""
+    """``RunnerLimits.short_context``: the most tokens that a text with the short factors may reach; 0: rows have the
+    same factors whatever their text may reach."""
     by_row = (r.scaling for r in arch.ropes if r.scaling is not None and r.scaling.by_row)
     return min((s.original_max_position for s in by_row), default=0)
 

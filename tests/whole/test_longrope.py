@@ -160,7 +160,7 @@ def test_a_named_cache_is_long_and_so_are_its_requests(engine: Engine) -> None:
     made = request("c", PROMPT, 0, cache="mine")
     engine.create(made, 60.0)
     engine.drain()
-    parts = outputs(engine, request("u", (*PROMPT, 5), 2, cache="mine"))["u"]
+    parts = outputs(engine, request("u", (*PROMPT, 5), 40, cache="mine"))["u"]
     assert max(part.n_cached for part in parts) == len(PROMPT)
 
 
