@@ -55,7 +55,7 @@ def test_transformers_loads_it(tmp_path: Path, name: str) -> None:
     its = oracle.model.layers[1].mlp.down_proj.weight.detach().numpy()
     np.testing.assert_array_equal(np.asarray(widened(down)), its)
     wide = out.wide["model.layers.1.mlp.down_proj.weight"]
-    assert np.abs(its - wide).mean() < 0.15 * np.abs(wide).mean()
+    assert np.abs(its - wide).mean() < 0.3 * np.abs(wide).mean()  # of others it is over 1
     off = np.abs(served(out) - want).mean() / np.abs(want).mean()
     # Its scale of a token of int8 is 254 / 255 of ours: the numbers of most activations are others.
     assert off < {"int8": 0.08, "fp8": 0.005}.get(name, 1e-5)
