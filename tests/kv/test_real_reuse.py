@@ -10,11 +10,9 @@ import pytest
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
-from jserve.engine.wire import Control
 from jserve.errors import ConfigError
 from jserve.kv_layout import KV_FORMS, stored_width
 from jserve.model.arch import resized, with_kv_forms
-from jserve.model.mesh import make_mesh
 from jserve.model.view import Bucket
 from jserve.runner.moves import identity
 from jserve.runner.runner import ModelRunner
@@ -25,7 +23,7 @@ from jserve.sim.costs import Device
 from jserve.sim.recorded import verify
 from jserve.sim.simulate import Setup
 from jserve.types import Output, Request
-from tests.runner.harness import ARCH, OPTIONS, make_runner, tiny_params
+from tests.runner.harness import ARCH, OPTIONS, make_runner
 from tests.runner.test_layouts import runner as laid_out
 
 Z = 8
@@ -268,32 +266,6 @@ def test_shares_of_devices_come_back_from_the_disk_as_they_went(layout, tmp_path
     assert engine.scheduler.counters()["disk_pages_read_total"] == 15
     device, engine = started({"mesh": {"tp": 1}})
     assert device.stored() == []
-    engine.close()
-
-
-@pytest.mark.slow
-def test_weights_that_come_back_find_their_pages_on_the_disk(tmp_path):
-    """What others computed in between is not found, neither by them before nor by the first ones after."""
-    first, other = (tiny_params(make_mesh(1), seed=seed) for seed in (0, 1))
-    _, engine = with_disk(tmp_path)
-    prompts = [text(41, seed=s) for s in range(3)]
-
-    def drawn(turn: str) -> list[tuple[list[int], int]]:
-        return [tokens_of(engine, p, f"{turn}{i}") for i, p in enumerate(prompts)]
-
-    def update(source, name: str) -> None:
-        done = engine.carry_out(Control(id=name, action="update_weights", source=source))
-        assert done is not None
-
-    cold = drawn("a")
-    update(other, "b")
-    others = drawn("b")
-    assert [n for _, n in others] == [41] * 3
-    assert [t for t, _ in others] != [t for t, _ in cold]
-    update(first, "c")
-    assert drawn("c") == [(tokens, 1) for tokens, _ in cold]
-    update(other, "d")
-    assert drawn("d") == [(tokens, 1) for tokens, _ in others]
     engine.close()
 
 
