@@ -98,7 +98,7 @@ class VirtualClient:
         return self._task is not None
 
     def start(self, on_message: Callable[[Message], None]) -> None:
-        self.info = {"weights": "w", "page_size": self._page_size}
+        self.info = {"weights": "w", "page_size": self._page_size, "short_context": 0}
         on_message(Ready(info=self.info))
         on_message(self.engine.stats())
         self._on_message = on_message
