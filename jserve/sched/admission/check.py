@@ -158,8 +158,8 @@ def kv_name_of(request: Request, limits: RunnerLimits) -> str:
 
 
 def is_long(request: Request, short_context: int) -> bool:
-    """True where a text of ``request`` may outgrow ``RunnerLimits.short_context``. Without ``max_tokens`` it may; with a
-    named cache it is taken to, so that all requests that name one can read it."""
+    """True where a text of ``request`` may outgrow ``RunnerLimits.short_context``. Without ``max_tokens`` it may; with
+    a named cache it is taken to, so that all requests that name one can read it."""
     most = request.params.max_tokens
     if not short_context or request.is_long or request.cache is not None or most is None:
         return short_context > 0
