@@ -227,6 +227,11 @@ _array_parts = msgspec.msgpack.Decoder(_Parts)
 _encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
 
 
+def decoder(incoming: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Of the payloads of frames that ``pack`` made, as messages of the union ``incoming``."""
+    return msgspec.msgpack.Decoder(incoming, ext_hook=_unpacked)
+
+
 def pack(message: Message) -> bytes:
     """The frame of a message.
 
@@ -273,7 +278,7 @@ class SocketLink:
     def __init__(self, sock: socket.socket, incoming: Any) -> None:
         self._sock = sock
         self._buffer = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(incoming, ext_hook=_unpacked)
+        self._decoder = decoder(incoming)
         self._sending = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)

@@ -42,6 +42,7 @@ from jserve.engine.wire import (
     Stats,
     Submit,
     ToEngine,
+    decoder,
     pack,
     take_frames,
 )
@@ -149,7 +150,7 @@ class EngineHost:
         self._n_submitted = 0
         self._why, self._gone = "", False
         self._retired = False
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = decoder(ToEngine)
         self._started = threading.Event()
         self._client = InprocClient(EngineConfig.of(**config), described(build), alone=True)
         self._client.start(self._on_message)

@@ -22,8 +22,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from jserve.config import EngineConfig, FleetOptions, ServerOptions
 from jserve.engine.client import OnMessage, pack_request
 from jserve.engine.process import EXIT_CRASH
@@ -37,6 +35,7 @@ from jserve.engine.wire import (
     HandleCommand,
     Ready,
     Submit,
+    decoder,
     pack,
     take_frames,
 )
@@ -125,7 +124,7 @@ class RayClient:
         self._outbox: list[bytes] = []
         self._wake, self._over = asyncio.Event(), threading.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder = decoder(FromEngine)
 
     @property
     def alive(self) -> bool:

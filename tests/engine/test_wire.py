@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ from jserve.engine.wire import (
     Submit,
     ToEngine,
     TooLarge,
+    decoder,
     pack,
     take_frames,
 )
@@ -390,6 +392,20 @@ def test_values_of_step_features_cross_as_arrays() -> None:
         np.testing.assert_array_equal(got, sent)
     here.close()
     there.close()
+
+
+def test_all_who_read_messages_read_arrays() -> None:
+    """An engine in a process, one behind Ray, and the fake one of the fleet's tests: nobody makes a decoder himself."""
+    root = Path(__file__).parents[2]
+    for folder in ("jserve/engine", "jserve/fleet", "tests/fleet"):
+        made = [
+            p.name for p in (root / folder).rglob("*.py") if "msgpack.Decoder(" in p.read_text()
+        ]
+        assert made == (["wire.py"] if folder == "jserve/engine" else []), folder
+    output = Output(request_id="r", index=0, extra={"tap": (ARRAYS[0],)}, prompt_extra=None)
+    frames = bytearray(pack(Outputs(step=1, outputs=[output])))
+    [message] = map(decoder(FromEngine).decode, take_frames(frames))
+    np.testing.assert_array_equal(message.outputs[0].extra["tap"][0], ARRAYS[0])
 
 
 def test_an_array_that_is_none_is_reported() -> None:

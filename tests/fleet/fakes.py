@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
 from jserve.config import EngineConfig
@@ -24,6 +23,7 @@ from jserve.engine.wire import (
     Gone,
     Message,
     Submit,
+    decoder,
     pack,
     take_frames,
 )
@@ -188,7 +188,7 @@ class HostClient:
     def __init__(self, source: ThreadSource, name: str) -> None:
         self.info: dict[str, Any] = {}
         self._host, self._name, self._source = source.hosts[name], name, source
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder = decoder(FromEngine)
         self._over = threading.Event()
         self._task: asyncio.Task[None] | None = None
         self.connection = f"{name}-{time.monotonic_ns()}"

@@ -6,11 +6,10 @@ import asyncio
 import sys
 import threading
 
-import msgspec
 import pytest
 
 from jserve.config import EngineConfig
-from jserve.engine.wire import Fault, FromEngine, Stats, Submit, pack, take_frames
+from jserve.engine.wire import Fault, FromEngine, Stats, Submit, decoder, pack, take_frames
 from jserve.errors import EngineDead
 from jserve.fleet.host import EngineHost, FrontConnection, NoConnection
 from tests.fleet.fakes import OPTIONS
@@ -95,7 +94,7 @@ async def test_a_front_that_comes_later_is_told_of_all_pages_and_counts_its_own_
 
 def _stats_of(frames: bytes) -> Stats:
     """The last one among them."""
-    decode = msgspec.msgpack.Decoder(FromEngine).decode
+    decode = decoder(FromEngine).decode
     return [m for m in map(decode, take_frames(bytearray(frames))) if isinstance(m, Stats)][-1]
 
 

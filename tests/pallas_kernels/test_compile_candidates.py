@@ -57,7 +57,8 @@ def check(report: aot.Report, launches: list[Launch], descriptors: list[tma.Desc
     assert not [fault for one in descriptors for fault in one.faults()]
 
 
-def compiled(call: Any, *args: Any, donate: tuple[int, ...] = ()) -> aot.Report:
+def checked(call: Any, *args: Any, donate: tuple[int, ...] = ()) -> aot.Report:
+    """Compile ``call``, which has to pass ``check``."""
     with tma.recorded() as descriptors, launched() as launches:
         report = aot.compile_for(call, *args, donate=donate)
     check(report, launches, descriptors)
@@ -74,13 +75,13 @@ def name(c: Comparison) -> str:
 
 @pytest.mark.parametrize("c", [c for c in ALL if c.shape in FEW], ids=name)
 def test_shapes_of_models(c: Comparison) -> None:
-    compiled(c.ours, *arguments(c))
+    checked(c.ours, *arguments(c))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("c", [c for c in ALL if c.shape not in FEW], ids=name)
 def test_every_shape_of_models(c: Comparison) -> None:
-    compiled(c.ours, *arguments(c))
+    checked(c.ours, *arguments(c))
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_every_shape_of_models(c: Comparison) -> None:
     ids=lambda x: x.shape if isinstance(x, Comparison) else str(x.values()),
 )
 def test_every_tuning_that_is_timed(c: Comparison, tune: dict[str, int]) -> None:
-    compiled(functools.partial(c.ours, tune=tune), *arguments(c))
+    checked(functools.partial(c.ours, tune=tune), *arguments(c))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
         return kv_write(y, angles, places, pools, eps=1e-6, **more)
 
     angles, places, y = Angles(angle, angle), Places(ints, ints), struct(4, T, K, G + 2, H)
-    report = compiled(call, y, angles, places, (pool, pool), more, donate=(3,))
+    report = checked(call, y, angles, places, (pool, pool), more, donate=(3,))
     assert report.alias_bytes == 2 * 1024 * K * 64 * H * jnp.dtype(dtype).itemsize
     assert not report.copies(1 << 20)
 
@@ -125,7 +126,7 @@ def test_pools_are_written_in_place(K: int, G: int, H: int, dtype: Any) -> None:
 def test_weights_are_read_as_they_are_stored(form: str, register_w: bool) -> None:
     """Once: these, scales, x and the splits' sums, in shared memory by whole registers."""
     c = next(c for c in ALL if c.shape == f"8b down, {form}, 16 rows")
-    report = compiled(functools.partial(c.ours, tune={"register_w": register_w}), *arguments(c))
+    report = checked(functools.partial(c.ours, tune={"register_w": register_w}), *arguments(c))
     assert report.narrow_reads == 0
     splits, N, D, M = 4, 4096, 14336, 16
     others = (2 * splits + 3) * N * M * 4 + 4 * M * D * 4
@@ -146,7 +147,7 @@ def test_registers_and_room_suffice_for_every_group(kind: str, group: int, rows:
     def call(x: Any, w: Weights, x_scale: Any) -> Any:
         return quant_matmul(x, w, kind, x_scale_TB=x_scale)
 
-    assert compiled(call, x, w, x_scale).narrow_reads == 0
+    assert checked(call, x, w, x_scale).narrow_reads == 0
 
 
 def test_by_xla_they_are_not() -> None:
