@@ -244,6 +244,11 @@ def pack(message: Message) -> bytes:
         raise TooLarge(
             f"a message of {len(payload)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
         )
+    return framed(payload)
+
+
+def framed(payload: bytes) -> bytes:
+    """The frame of a payload."""
     return _HEADER.pack(len(payload)) + payload
 
 

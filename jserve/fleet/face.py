@@ -226,10 +226,10 @@ class FleetEngine(EngineFace):
         assert isinstance(replica, Member)
         if self._members.get(replica.name) is not replica:
             return
-        if not self._closing:
+        if replica.info and not self._closing:
             self._rollout.fault(replica, f"it is lost: {why}")
         self._forget(replica)
-        if not self._closing:
+        if replica.info and not self._closing:  # else it could not be connected to again
             self._fleet["engine_deaths"] += 1
             log.warning("replica %s is lost: %s", replica.name, why)
         self._placement.park(streams, f"the engine died: {why}")

@@ -3,21 +3,18 @@
 It owns the connections of fronts, each with what it is to be told next. A front that is gone takes its requests with
 it; an engine that is gone takes the process with it, so that whoever started it starts another one::
 
-    front --take(frames)--> engine           Submit, Cancel, Create, HandleCommand, Control
-    front <--talk()-------- connection <---- Ready, Outputs, Stats, HandleReply, Fault: what came since, as one item
+    front --fleet.link--> engine     Submit, Cancel, Create, HandleCommand, Control
+    front <--fleet.link-- engine     Ready, Outputs, Stats, HandleReply, Fault
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib
 import logging
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -44,50 +41,38 @@ from jserve.engine.wire import (
     ToEngine,
     decoder,
     pack,
-    take_frames,
 )
 from jserve.errors import EngineDead
 from jserve.fleet.autoscale import LOAD_VALUES
 from jserve.fleet.describe import describe
+from jserve.fleet.link import Door, FrameLink, FrontServer
 from jserve.fleet.serve_policy import RETIRED
 from jserve.types import Output, Request
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 15.0
-"""A front that sends nothing for so long, not even an empty frame, is gone."""
+LOOPBACK = "127.0.0.1"
 LAST_WORDS_S = 0.5
 """Between the end of the engine and that of its process."""
 RETIRED_S = 10.0
 """A retired replica lives on for so long, until Serve has heard of it: one that is gone by then is not replaced."""
 
 
-class NoConnection(Exception):
-    """The front's connection is not open here (any more): it must open another one."""
-
-
 class FrontConnection:
-    """One front's side: frames that it is to be told, and the requests that are its own."""
+    """One front's side: its end of the connection, and the requests that are its own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.heard_at = time.monotonic()
+    def __init__(self, link: FrameLink) -> None:
+        self.link = link
         self.requests: dict[tuple[str, int], int] = {}
         """By id and attempt, choices that are open."""
         self.n_taken = 0
         """Requests of this front that the engine has read."""
         self._unread: deque[int] = deque()
         """Numbers of those that it has not."""
-        self._loop, self._wake = loop, asyncio.Event()
-        self._lock, self._frames = threading.Lock(), bytearray()
-        """Frames come from the engine's thread and leave from the loop's."""
-        self.closed = False
 
     def put(self, message: Message) -> None:
-        """Queue a message. Raises TooLarge."""
-        frame = pack(message)
-        with self._lock:
-            self._frames += frame
-        self._loop.call_soon_threadsafe(self._wake.set)
+        """Send a message, from any thread. Raises TooLarge."""
+        self.link.send(pack(message))
 
     def submitted(self, number: int, request: Request) -> None:
         """``request`` was handed to the engine as its ``number``-th."""
@@ -111,22 +96,6 @@ class FrontConnection:
             self.n_taken += 1
         return self.n_taken
 
-    def close(self) -> None:
-        self.closed = True
-        self._loop.call_soon_threadsafe(self._wake.set)
-
-    async def next(self, timeout_s: float) -> bytes | None:
-        """The frames since the last call, waiting for it; b"" after ``timeout_s``, None: it is closed."""
-        try:
-            async with asyncio.timeout(timeout_s):  # wait_for of 3.11 may swallow a cancellation
-                await self._wake.wait()
-        except TimeoutError:
-            return b""
-        self._wake.clear()
-        with self._lock:
-            frames, self._frames = bytes(self._frames), bytearray()
-        return frames or (None if self.closed else b"")
-
 
 class EngineHost:
     """One engine, started when this returns.
@@ -134,16 +103,20 @@ class EngineHost:
     Args:
         config: ``EngineConfig.flat()``.
         build: ``module:function`` of an ``engine.process.Build``.
+        address: of this machine, as fronts reach it.
         end: ends the process.
 
     Raises:
         EngineDead: the engine did not start; says why.
     """
 
-    def __init__(self, config: dict[str, Any], build: str, end: Any = os._exit) -> None:
+    def __init__(
+        self, config: dict[str, Any], build: str, address: str = LOOPBACK, end: Any = os._exit
+    ) -> None:
         self._end = end
+        self._server = FrontServer(address, self._joined, self._took, self._left)
         self._lock = threading.Lock()
-        self._connections: dict[str, FrontConnection] = {}
+        self._fronts: dict[FrameLink, FrontConnection] = {}
         self._asked: dict[str, FrontConnection] = {}
         self._pages: set[bytes] = set()
         self._stats = Stats()
@@ -177,49 +150,30 @@ class EngineHost:
             timer.daemon = True
             timer.start()
 
-    async def talk(self, name: str, connection: str) -> AsyncGenerator[bytes, None]:
-        """Open ``connection``: all that its front is told, as frames, until it is gone. ``name`` is this
-        replica's, for whoever routes the call."""
-        opened = self._open(connection)
-        try:
-            while time.monotonic() - opened.heard_at < SILENT_S:
-                frames = await opened.next(SILENT_S / 3)
-                if frames is None:
-                    return
-                if frames:
-                    yield frames
-        finally:
-            self._drop(connection)
+    async def door(self, name: str) -> Door:
+        """Where fronts connect. ``name`` is this replica's, for whoever routes the call."""
+        return await self._server.door()
 
-    async def take(self, name: str, connection: str, frames: bytes) -> None:
-        """Take over the front's ``frames``; none of them says that it is there.
+    # -- fronts, on the event loop
 
-        Raises:
-            NoConnection: it has to open another one.
-        """
-        opened = self._connections.get(connection)
-        if opened is None or self._gone:
-            raise NoConnection(connection)
-        opened.heard_at = time.monotonic()
-        for payload in take_frames(bytearray(frames)):
-            self._send(opened, self._decoder.decode(payload))
-
-    def _open(self, name: str) -> FrontConnection:
-        opened = FrontConnection(asyncio.get_running_loop())
+    def _joined(self, link: FrameLink) -> None:
+        front = FrontConnection(link)
         with self._lock:
-            opened.put(Ready(info=self._client.info))
+            front.put(Ready(info=self._client.info))
             pages = [PageEvent(True, digest) for digest in self._pages]
-            opened.put(self._as_told(opened, self._stats, pages))
-            self._connections[name] = opened
-            if self._gone:
-                opened.close()
-        return opened
+            front.put(self._as_told(front, self._stats, pages))
+            self._fronts[link] = front
+        if self._gone:
+            link.close()
 
-    def _drop(self, name: str) -> None:
+    def _left(self, link: FrameLink) -> None:
         with self._lock:
-            dropped = self._connections.pop(name, None)
-        for id, _ in list(dropped.requests) if dropped is not None else ():
+            front = self._fronts.pop(link)
+        for id, _ in list(front.requests):
             self._client.cancel(id)
+
+    def _took(self, link: FrameLink, payload: bytes) -> None:
+        self._send(self._fronts[link], self._decoder.decode(payload))
 
     def _send(self, front: FrontConnection, message: Message) -> None:
         match message:
@@ -256,14 +210,14 @@ class EngineHost:
                         front.put(message)
                 case Fault():
                     self._why = message.message
-                    for front in self._connections.values():
+                    for front in self._fronts.values():
                         front.put(message)
                 case Gone():
                     self._on_gone(message)
 
     def _deal(self, message: Outputs) -> None:
         """Each front gets the outputs of its own requests."""
-        for front in self._connections.values():
+        for front in self._fronts.values():
             own = [out for out in message.outputs if front.has(out)]
             if own:
                 front.put(Outputs(step=message.step, outputs=own))
@@ -275,7 +229,7 @@ class EngineHost:
         for event in stats.pages:
             (self._pages.add if event.added else self._pages.discard)(event.digest)
         self._stats = msgspec.structs.replace(stats, steps=[], pages=[])
-        for front in self._connections.values():
+        for front in self._fronts.values():
             front.put(self._as_told(front, stats, stats.pages))
 
     def _as_told(self, front: FrontConnection, stats: Stats, pages: list[PageEvent]) -> Stats:
@@ -288,8 +242,8 @@ class EngineHost:
     def _on_gone(self, message: Gone) -> None:
         self._gone = True
         self._why = self._why or f"it ended with code {message.exit_code}"
-        for front in self._connections.values():
-            front.close()
+        for link in self._fronts:
+            link.close()
         if self._started.is_set():
             if not self._retired:
                 log.error("the engine is gone, and this replica with it: %s", self._why)

@@ -1,50 +1,29 @@
 """Replicas on Ray Serve: the only file that imports ray.
 
-Serve places replicas, starts others where they end, replaces them one after the other and scales them. A front's
-calls go to the replica that the front has chosen, by ``Pinned``; Serve's HTTP proxy is not started. ::
-
-    front (RayClient)  --take(name, connection, frames)-->  Serve replica (fleet.host.EngineHost)
-                       <--talk(name, connection)----------  one item: all frames since the last one
+Serve places replicas, starts others where they end, replaces them one after the other and scales them. A front asks
+the replica that it names (``Pinned``) where it listens, and whether it would end; all else that both say goes over the
+connection that the front then opens (``fleet.link``). Serve's HTTP proxy is not started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
 import re
-import threading
 import time
-import uuid
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from jserve.config import EngineConfig, FleetOptions, ServerOptions
-from jserve.engine.client import OnMessage, pack_request
-from jserve.engine.process import EXIT_CRASH
-from jserve.engine.wire import (
-    Cancel,
-    Control,
-    Create,
-    Fault,
-    FromEngine,
-    Gone,
-    HandleCommand,
-    Ready,
-    Submit,
-    decoder,
-    pack,
-    take_frames,
-)
 from jserve.errors import ConfigError, EngineDead
 from jserve.fleet import membership
 from jserve.fleet.host import EngineHost
+from jserve.fleet.link import Door, FrontClient
 from jserve.fleet.serve_policy import ServePolicy
 from jserve.fleet.source import OnChange
-from jserve.types import Request
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Of a Ray that we start. By itself it gives its workers niceness 15: a replica then waits for whatever else there is.
@@ -78,16 +57,12 @@ DEPLOYMENT = "engine"
 BUILD = "jserve.build:engine"
 NOT_STARTED = re.compile(r"EngineDead: the engine did not start: (.+)")
 """As ``fleet.host`` says it."""
-BEAT_S = 3.0
-"""A front with nothing to say sends an empty frame so often."""
 HEALTH_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 """Serve asks a replica for its health so often, and replaces one that has not answered thrice."""
 TOLD_S = 30.0
 """Between two log lines of a front that waits for replicas."""
 LOADS_S = 2.0
 """Replicas tell Serve of their load so often."""
-MANY = 1 << 20
-"""Calls at once that Serve lets through: engines refuse by themselves."""
 OBJECT_STORE_BYTES = 128 << 20
 """Of a Ray that we start: no item of ours is large enough to lie there."""
 
@@ -111,95 +86,11 @@ class Pinned(RequestRouter):
         return [[one for one in candidate_replicas if one.replica_id.unique_id == name]]
 
 
-class RayClient:
-    """The engine of one replica, over Serve's handle: an ``engine.client.EngineClient``.
+class RayHost(EngineHost):
+    """A replica, which fronts find at the address that its machine has for Ray."""
 
-    All but ``close`` is called on the event loop of ``start``.
-    """
-
-    def __init__(self, handle: Any, name: str) -> None:
-        self.info: dict[str, Any] = {}
-        self._handle, self._name = handle, name
-        self._connection = uuid.uuid4().hex
-        self._outbox: list[bytes] = []
-        self._wake, self._over = asyncio.Event(), threading.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._decoder = decoder(FromEngine)
-
-    @property
-    def alive(self) -> bool:
-        return bool(self._tasks) and not self._over.is_set()
-
-    def start(self, on_message: OnMessage) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._tasks.append(self._loop.create_task(self._talk(on_message)))
-
-    def submit(self, request: Request) -> None:
-        self._post(pack_request(Submit(request=request)))
-
-    def create(self, request: Request, ttl_s: float) -> None:
-        self._post(pack_request(Create(request=request, ttl_s=ttl_s)))
-
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        self._post(pack(Cancel(request_id=request_id, index=index)))
-
-    def ask(self, message: HandleCommand | Control) -> None:
-        self._post(pack(message))
-
-    def kill(self) -> None:
-        """Hang up. The replica is Serve's."""
-        self._loop.call_soon_threadsafe(self._cancel)
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        if self._tasks:
-            self.kill()
-            self._over.wait(timeout_s)
-
-    def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-    def _post(self, frame: bytes) -> None:
-        self._outbox.append(frame)
-        self._wake.set()
-
-    async def _talk(self, on_message: OnMessage) -> None:
-        """All that the replica says, until one of both ends it."""
-        stream = self._handle.options(stream=True).talk.remote(self._name, self._connection)
-        why = "its stream ended"
-        try:
-            async for frames in stream:
-                for payload in take_frames(bytearray(frames)):
-                    message = self._decoder.decode(payload)
-                    if isinstance(message, Ready):
-                        self.info = message.info
-                        self._tasks.append(self._loop.create_task(self._write()))
-                    on_message(message)
-        except asyncio.CancelledError:
-            why = "the connection was given up"
-            stream.cancel()
-        except Exception as error:
-            why = type(error).__name__
-        finally:
-            self._cancel()
-            self._over.set()
-            on_message(Fault(message=why, fatal=True))
-            on_message(Gone(exit_code=EXIT_CRASH))
-
-    async def _write(self) -> None:
-        """Send what was posted, in order: while one call is under way the rest gathers for the next one."""
-        handle = self._handle.options(stream=False).take
-        try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(BEAT_S):
-                        await self._wake.wait()
-                self._wake.clear()
-                frames, self._outbox = b"".join(self._outbox), []
-                await handle.remote(self._name, self._connection, frames)
-        except Exception as error:
-            log.warning("replica %s takes nothing: %s", self._name, type(error).__name__)
-            self._cancel()
+    def __init__(self, config: dict[str, Any], build: str) -> None:
+        super().__init__(config, build, ray.util.get_node_ip_address())
 
 
 def application(args: dict[str, Any]) -> Any:
@@ -221,11 +112,10 @@ def _bound(
     """The deployment of replicas, with its arguments: the options that replicas are made of, since Serve replaces those
     that have others."""
     own = dataclasses.replace(config, fleet=FleetOptions(), server=ServerOptions())
-    deployment: Any = serve.deployment(EngineHost)
+    deployment: Any = serve.deployment(RayHost)
     return deployment.options(
         name=DEPLOYMENT,
         **_numbers(config.fleet, autoscaler or {}),
-        max_ongoing_requests=MANY,
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
@@ -311,15 +201,18 @@ class RayReplicas:
             why = await asyncio.to_thread(self._reason)
             raise EngineDead(f"the replicas did not start: {why or error}") from None
         if self._handle is None:
-            self._handle = handle.options(stream=True)  # which makes its router
+            self._handle = handle.options(stream=False)  # which makes its router
 
-    def client(self, name: str) -> RayClient:
-        return RayClient(self._handle, name)
+    def client(self, name: str) -> FrontClient:
+        async def door() -> Door:
+            return Door(*await self._handle.door.remote(name))
+
+        return FrontClient(door)
 
     async def retire(self, name: str) -> None:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                await self._handle.options(stream=False).retire.remote(name)
+                await self._handle.retire.remote(name)
         except Exception as error:
             raise EngineDead(f"it does not answer: {type(error).__name__}") from None
 

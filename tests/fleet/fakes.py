@@ -5,30 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from jserve.config import EngineConfig
+from jserve.engine.client import OnMessage
 from jserve.engine.engine import Engine
-from jserve.engine.wire import (
-    Cancel,
-    Create,
-    Fault,
-    FromEngine,
-    Gone,
-    Message,
-    Submit,
-    decoder,
-    pack,
-    take_frames,
-)
 from jserve.errors import WeightsError
-from jserve.fleet.host import EngineHost, NoConnection
+from jserve.fleet.host import EngineHost
+from jserve.fleet.link import FrontClient
 from jserve.ports import InFlight, RunnerLimits
 from jserve.runner.disk import DiskStore
 from jserve.runner.spill import Spill
@@ -182,73 +171,40 @@ def weighed(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]
     return engine, {"weights": engine.weights, **facts}
 
 
-class HostClient:
-    """A client of a host in this process, as ``on_ray.RayClient`` is of one in another."""
+class HostClient(FrontClient):
+    """A client of a host in this process. While its source holds it, both wait for what the other one says."""
 
     def __init__(self, source: ThreadSource, name: str) -> None:
-        self.info: dict[str, Any] = {}
-        self._host, self._name, self._source = source.hosts[name], name, source
-        self._decoder = decoder(FromEngine)
-        self._over = threading.Event()
-        self._task: asyncio.Task[None] | None = None
-        self.connection = f"{name}-{time.monotonic_ns()}"
-
-    @property
-    def alive(self) -> bool:
-        return self._task is not None and not self._over.is_set()
-
-    def start(self, on_message: Callable[[Message], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(self._talk(on_message))
-
-    async def _talk(self, on_message: Callable[[Message], None]) -> None:
-        why = "the stream ended"
-        try:
-            async for frames in self._host.talk(self._name, self.connection):
-                await self._source.let(self._name)
-                for payload in take_frames(bytearray(frames)):
-                    on_message(self._decoder.decode(payload))
-        except asyncio.CancelledError:
-            why = "it was closed"
-        finally:
-            self._over.set()
-            on_message(Fault(message=why, fatal=True))
-            on_message(Gone(exit_code=1))
+        super().__init__(partial(source.hosts[name].door, name))
+        self.name, self.held = name, name in source.held
+        self._unsent: list[bytes] = []
+        self._unheard: list[tuple[bytes, OnMessage]] = []
 
     def cut(self) -> None:
-        """The stream breaks; the engine lives."""
+        """The connection breaks; the engine lives."""
         assert self._task is not None
         self._task.cancel()
 
-    def _post(self, message: Any) -> None:
-        async def take() -> None:
-            try:
-                await self._source.let(self._name)
-                await self._host.take(self._name, self.connection, pack(message))
-            except NoConnection:
-                self.cut()
+    def go_on(self) -> None:
+        """What waited comes now."""
+        self.held = False
+        for frame in self._unsent:
+            self._post(frame)
+        for payload, on_message in self._unheard:
+            self._take(payload, on_message)
+        self._unsent, self._unheard = [], []
 
-        self._source.tasks.append(self._loop.create_task(take()))
+    def _post(self, frame: bytes) -> None:
+        if self.held:
+            self._unsent.append(frame)
+        else:
+            super()._post(frame)
 
-    def submit(self, request: Any) -> None:
-        self._post(Submit(request=request))
-
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        self._post(Cancel(request_id=request_id, index=index))
-
-    def create(self, request: Any, ttl_s: float) -> None:
-        self._post(Create(request=request, ttl_s=ttl_s))
-
-    def ask(self, message: Any) -> None:
-        self._post(message)
-
-    def kill(self) -> None:
-        if self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        self.kill()
-        self._over.wait(timeout_s)
+    def _take(self, payload: bytes, on_message: OnMessage) -> None:
+        if self.held:
+            self._unheard.append((payload, on_message))
+        else:
+            super()._take(payload, on_message)
 
 
 class ThreadSource:
@@ -259,9 +215,8 @@ class ThreadSource:
         self._config = EngineConfig.of(**OPTIONS | options).flat()
         self.hosts: dict[str, EngineHost] = {}
         self._all: list[EngineHost] = []
-        self.tasks: list[asyncio.Task[None]] = []
         self.clients: dict[str, HostClient] = {}
-        self.held: dict[str, asyncio.Event] = {}
+        self.held: set[str] = set()
         self.scales = False
         self.retired: list[str] = []
 
@@ -272,11 +227,9 @@ class ThreadSource:
 
     async def add(self) -> str:
         """One more replica; its name."""
-        name = f"r{len(self.held)}"
-        self.held[name] = asyncio.Event()
-        self.held[name].set()
+        name = f"r{len(self._all)}"
         self.hosts[name] = await asyncio.to_thread(
-            EngineHost, self._config, self._build, lambda code: None
+            EngineHost, self._config, self._build, end=lambda code: None
         )
         self._all.append(self.hosts[name])
         self._on_change(self.hosts)
@@ -298,12 +251,13 @@ class ThreadSource:
         host._client.kill()
         self.clients[name].cut()
 
-    async def let(self, name: str) -> None:
-        """Wait while ``name`` is stopped (``hold``)."""
-        await self.held[name].wait()
-
     def hold(self, name: str, stopped: bool) -> None:
-        (self.held[name].clear if stopped else self.held[name].set)()
+        """``name`` is stopped, or goes on."""
+        (self.held.add if stopped else self.held.discard)(name)
+        if stopped:
+            self.clients[name].held = True
+        else:
+            self.clients[name].go_on()
 
     def client(self, name: str) -> HostClient:
         made = self.clients[name] = HostClient(self, name)
@@ -312,5 +266,3 @@ class ThreadSource:
     async def close(self) -> None:
         for host in self._all:
             await asyncio.to_thread(host._client.close)
-        for task in self.tasks:
-            task.cancel()

@@ -217,7 +217,7 @@ async def test_d4_a_stream_breaks_and_the_replica_lives(drill):
 
     def cut(one: Any) -> None:
         broken.append(one)
-        one.client._cancel()
+        one.client.kill()
 
     gap = await disturbed(drill, cut)
     print(f"D4: the longest gap was {1e3 * gap:.0f} ms")

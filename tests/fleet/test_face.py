@@ -155,9 +155,9 @@ async def test_whatever_becomes_of_replicas_every_answer_is_the_undisturbed_one(
         await until(lambda: not any(one.silent for one in fleet.members))
         assert await answers(fleet, asked) == whole  # what it says of before is dropped
         assert fleet.counters["dropped_outputs"] > dropped
-        for name, host in source.hosts.items():
-            connection = host._connections[source.clients[name].connection]
-            await until(lambda c=connection: not c.requests)
+        for host in source.hosts.values():
+            (front,) = host._fronts.values()
+            await until(lambda front=front: not front.requests)
 
 
 async def test_what_another_replica_says_of_a_request_is_dropped():

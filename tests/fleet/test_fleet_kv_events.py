@@ -212,7 +212,7 @@ def test_any_address_is_told_as_others_find_it(monkeypatch):
 def test_a_replica_that_cannot_bind_says_so():
     config = EngineConfig.of(**OPTIONS, kv_events="tcp://192.0.2.7:5557").flat()
     with pytest.raises(EngineDead, match=r"kv_events: tcp://192\.0\.2\.7:5557"):
-        EngineHost(config, "tests.fleet.fakes:build", lambda code: None)
+        EngineHost(config, "tests.fleet.fakes:build", end=lambda code: None)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ async def test_those_who_wait_go_to_a_replica_that_joins(monkeypatch):
     cancelled, cancel = [], HostClient.cancel
 
     def noted(self: HostClient, request_id: str, index: int | None = None) -> None:
-        cancelled.append(self._name)
+        cancelled.append(self.name)
         cancel(self, request_id, index)
 
     monkeypatch.setattr(HostClient, "cancel", noted)
