@@ -42,7 +42,7 @@ from jserve.engine.client import ProcClient
 from jserve.engine.engine import Engine
 from jserve.engine.face import EngineFace
 from jserve.fleet.face import FleetEngine
-from jserve.fleet.member import OVERDUE_S, OVERDUE_STEPS, Member
+from jserve.fleet.member import OVERDUE_STEPS, Member
 from jserve.ports import RunnerLimits
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
@@ -162,7 +162,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def disturbed(fleet: FleetEngine, load: Load, number: int) -> dict[str, float]:
     """Send signal ``number`` to the replica that has most to do. The longest wait for a token from then on, the usual
-    one, the price of the prefill that goes on elsewhere, and when a silent replica is overdue. ``fleet`` has all its
+    one, the price of the prefill that goes on elsewhere, and when those of a silent replica should go on there. ``fleet`` has all its
     replicas when this returns."""
     n, asked = len(fleet.members), [load.request(64, LONG) for _ in range(DISTURBED)]
     running = [asyncio.ensure_future(load.times(fleet, one)) for one in asked]
@@ -184,7 +184,7 @@ async def disturbed(fleet: FleetEngine, load: Load, number: int) -> dict[str, fl
         "gap_ms": 1e3 * max(wait for end, wait in waits if end > at),
         "usual_ms": 1e3 * statistics.median(wait for _, wait in waits),
         "prefill_ms": 1e3 * n_prefill * view.prefill_token_s,
-        "overdue_ms": 1e3 * (OVERDUE_S + OVERDUE_STEPS * view.step_s),
+        "due_ms": 1e3 * (1.0 + OVERDUE_STEPS * view.step_s),
     }
 
 

@@ -1,8 +1,8 @@
 """The connection of a front and a replica: frames of ``engine.wire`` over TCP, and nobody between the two.
 
-It owns both ends, protocol version 1. A replica listens at an address of its own and makes up a key; a front learns both
-through Serve, so whoever may call replicas there may connect, and nobody else. The key is not sent, but frames are not
-encrypted::
+It owns both ends, protocol version 1. A replica listens at an address of its own and makes up a key; a front learns
+both through Serve, so whoever may call replicas there may connect, and nobody else. The key is not sent, but frames
+are not encrypted::
 
     replica -> front   [ magic, 4 ][ nonce, 16 ]                 as a frame
     front -> replica   [ HMAC-SHA256 of that under the key ]     as a frame

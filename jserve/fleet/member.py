@@ -16,8 +16,9 @@ from jserve.fleet.suspicion import TrustRecord
 from jserve.ports import Clock
 from jserve.types import Request
 
-OVERDUE_STEPS, OVERDUE_S = 5, 1.0
-"""A replica that has work is silent when it says nothing for so many of its usual steps and so many seconds."""
+OVERDUE_STEPS, OVERDUE_S = 5, 0.9
+"""A replica that has work is silent when it says nothing for so many of its usual steps and so many seconds: what it
+worked on should go on elsewhere within a second and those steps, and who looks does so now and then."""
 
 
 class Member(Replica):
