@@ -162,8 +162,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def disturbed(fleet: FleetEngine, load: Load, number: int) -> dict[str, float]:
     """Send signal ``number`` to the replica that has most to do. The longest wait for a token from then on, the usual
-    one, the price of the prefill that goes on elsewhere, and when those of a silent replica should go on there. ``fleet`` has all its
-    replicas when this returns."""
+    one, the price of the prefill that goes on elsewhere, and when those of a silent replica should go on there.
+    ``fleet`` has all its replicas when this returns."""
     n, asked = len(fleet.members), [load.request(64, LONG) for _ in range(DISTURBED)]
     running = [asyncio.ensure_future(load.times(fleet, one)) for one in asked]
     await until(lambda: sum(any(s.said) for s in fleet._streams.values()) == len(asked))

@@ -26,6 +26,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Requests that it has read so far: what was sent later is not in these figures."""
     n_rows: int = 0
     """Sequences that run or wait."""
+    n_before: int = 0
+    """Those that have to end before a new one begins; 0: there is room."""
     wait_s: dict[str, float] = {}
     """By lane, the wait until a new sequence is computed."""
     prefill_token_s: float = 0.0

@@ -45,6 +45,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "", page_s: float
         slides=bool(resources.cache.parts[0].window),
         n_taken=n_taken,
         n_rows=n + len(resources.waiting),
+        n_before=max(0, n + len(resources.waiting) + 1 - resources.max_running),
         wait_s={lane.value: _wait_s(scheduler, lane) for lane in Lane},
         prefill_token_s=max(0.0, pace.step_s - plain_s) / max(1.0, pace.chunk),
         row_s=max(0.0, seconds(n + ROWS, 0, context) - plain_s) / ROWS,

@@ -21,7 +21,7 @@ from jserve.engine.process import OnProgress
 from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Stats
+from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Outputs, Stats
 from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, RequestFailed
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
@@ -251,6 +251,9 @@ class FleetEngine(EngineFace):
             return
         replica.heard_at, replica.silent = self._clock(), False
         match message:
+            case Outputs():
+                ended = [output for output in message.outputs if output.finish is not None]
+                self._router.ended(replica.number, len(ended))
             case Stats() if message.view is not None:
                 self._router.update(replica.number, message.view, message.pages)
                 if message.steps and message.values.get("step_slowness"):

@@ -58,6 +58,8 @@ class Candidate:
     view: View
     n_sent: int = 0
     """Requests sent since the view was made."""
+    n_ended: int = 0
+    """Sequences that ended since."""
     sent_s: float = 0.0
     """Seconds of prefill that these bring."""
     suspicion: float = 1.0
@@ -128,14 +130,17 @@ def prices(
     for i in numbers:
         one = candidates[i]
         view, has = one.view, known[i] * page_size
-        first_s = view.wait_s.get(lane, 0.0) + one.sent_s
+        since, first_s = one.n_sent - one.n_ended, view.wait_s.get(lane, 0.0)
+        if view.n_before:
+            first_s *= max(0, view.n_before + since) / view.n_before
+        first_s += one.sent_s
         new = n_prompt - has
         if n_ready > has:
             new = n_prompt - n_ready
             first_s += 2 * view.page_s * (n_ready - has) / page_size
         own_s = new * view.prefill_token_s
         first_s += own_s
-        cost_s = first_s + (view.n_rows + one.n_sent) * (own_s + n_out * view.row_s)
+        cost_s = first_s + max(0, view.n_rows + since) * (own_s + n_out * view.row_s)
         times = one.suspicion
         if times != 1.0:
             first_s, cost_s, own_s = first_s * times, cost_s * times, own_s * times

@@ -1,4 +1,4 @@
-"""Keeps what a front knows of its replicas between two choices: views, pages, what was sent since.
+"""Keeps what a front knows of its replicas between two choices: views, pages, what was sent and what ended since.
 
 Every policy chooses from the same knowledge, so that they can be compared (``jserve simulate --router``).
 """
@@ -81,7 +81,7 @@ class ReplicaRouter:
     def update(self, replica: int, view: View, events: Iterable[PageEvent] = ()) -> None:
         """``replica`` says how it is, and what happened to its pages since it last did."""
         one = self._replicas[replica]
-        one.candidate.view = view
+        one.candidate.view, one.candidate.n_ended = view, 0
         one.settle()
         self.pages.update(replica, events, slides=view.slides)
 
@@ -131,6 +131,10 @@ class ReplicaRouter:
         self.pages.send(choice.replica, asked.pages)
         self.n_chosen += 1
 
+    def ended(self, replica: int, n: int) -> None:
+        """``n`` sequences ended at ``replica``, which its view does not say yet."""
+        self._replicas[replica].candidate.n_ended += n
+
     def over(self, asked: Asked, replica: int) -> None:
         """``asked``, which was sent to ``replica``, has ended."""
         self.pages.over(replica, asked.pages)
@@ -157,7 +161,7 @@ class ReplicaRouter:
 
     def _rows(self, replica: int) -> int:
         candidate = self._replicas[replica].candidate
-        return candidate.view.n_rows + candidate.n_sent
+        return candidate.view.n_rows + candidate.n_sent - candidate.n_ended
 
     def _able(self, asked: Asked) -> list[int]:
         """Raises NotReady where there is none."""

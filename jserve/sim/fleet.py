@@ -316,6 +316,7 @@ class FleetSimulation:
         """The router hears what was said until ``now``."""
         while self._said and self._said[0].at <= now:
             said = heappop(self._said)
+            self.router.ended(said.by.number, len(said.ended) + len(said.prefills))
             for id, n_tokens in said.ended:
                 sent = self._sent.pop(id, None)
                 if sent is not None:  # else its client hung up before it was answered

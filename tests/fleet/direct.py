@@ -76,9 +76,12 @@ def _price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, flo
     view, has = candidate.view, n_pages * asked.page_size
     moved = max(0, asked.n_ready - has)
     own_s = (asked.n_prompt - has - moved) * view.prefill_token_s
-    rows = view.n_rows + candidate.n_sent
+    more = candidate.n_sent - candidate.n_ended
+    rows, wait_s = max(0, view.n_rows + more), view.wait_s.get(asked.lane, 0.0)
+    if view.n_before:  # as many as stand before it then
+        wait_s = wait_s / view.n_before * max(0, view.n_before + more)
     move_s = 2 * view.page_s * moved / asked.page_size
-    first_s = view.wait_s.get(asked.lane, 0.0) + candidate.sent_s + move_s + own_s
+    first_s = wait_s + candidate.sent_s + move_s + own_s
     others_s = rows * (own_s + asked.n_out * view.row_s)
     times = candidate.suspicion
     return first_s * times, (first_s + others_s) * times, own_s * times

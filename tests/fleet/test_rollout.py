@@ -91,10 +91,9 @@ async def test_all_get_the_new_weights_and_answers_go_on_meanwhile(models):
         rolling = asyncio.ensure_future(world.order(source=models(2, 0.3), version="two"))
         n_old = n_new = 0
         while not rolling.done():
-            for i, one in enumerate(requests):
-                ids, versions, errors = await told(
-                    world, dataclasses.replace(one, id=uuid.uuid4().hex)
-                )
+            again = [dataclasses.replace(one, id=uuid.uuid4().hex) for one in requests]
+            answers = await asyncio.gather(*(told(world, one) for one in again))
+            for i, (ids, versions, errors) in enumerate(answers):
                 assert not errors
                 if set(versions) == {"0"}:
                     assert ids == old[i]

@@ -27,6 +27,7 @@ views = st.builds(
     weights=st.sampled_from(["a", "b"]),
     adapters=st.sampled_from([(), ("x",), ("x", "y")]),
     n_rows=st.integers(0, 50),
+    n_before=st.integers(0, 3),
     wait_s=st.fixed_dictionaries({"standard": seconds}),
     prefill_token_s=st.floats(1e-6, 1e-2),
     row_s=st.floats(0.0, 1e-3),
@@ -37,6 +38,7 @@ candidates = st.lists(
         Candidate,
         view=views,
         n_sent=st.integers(0, 4),
+        n_ended=st.integers(0, 4),
         sent_s=seconds,
         suspicion=st.floats(1.0, 4.0),
     ),
@@ -188,6 +190,36 @@ def test_what_was_sent_counts_until_the_view_says_so():
     assert (router.candidates[0].n_sent, router.candidates[0].sent_s) == (0, 0.0)
 
 
+def test_what_ended_counts_until_the_view_says_so():
+    """Two that are full: a request goes where a place became free, whatever the prefix's hash says."""
+    full = view(n_rows=8, n_before=1, wait_s={"standard": 0.2})
+    for freed in (0, 1):
+        router = ReplicaRouter(2)
+        for i in range(2):
+            router.update(i, full)
+        router.ended(freed, 1)
+        assert router.choose(asked()).replica == freed
+        assert router.choose(asked(pages=())).first_s > 0.2, "both are full again"
+        router.update(freed, full)
+        assert router.candidates[freed].n_ended == 0
+
+
+def test_the_wait_for_a_place_by_hand():
+    queue = view(n_rows=10, n_before=3, wait_s={"standard": 0.3})
+    for n_sent, n_ended, wait_s in [
+        (0, 0, 0.3),
+        (1, 0, 0.4),
+        (0, 2, 0.1),
+        (1, 3, 0.1),
+        (0, 4, 0.0),
+    ]:
+        one = Candidate(view=queue, n_sent=n_sent, n_ended=n_ended)
+        choice = route(asked(pages=()), [one], PageIndex())
+        assert choice.first_s == pytest.approx(wait_s + 0.14)
+        rows = 10 + n_sent - n_ended
+        assert choice.cost_s == pytest.approx(choice.first_s + rows * (0.14 + 20 * 1e-4))
+
+
 def test_a_replica_that_is_lost_has_nothing():
     router = ReplicaRouter(2)
     for i in range(2):
@@ -294,6 +326,7 @@ fleets = st.lists(
         Candidate,
         view=views,
         n_sent=st.integers(0, 4),
+        n_ended=st.integers(0, 4),
         sent_s=seconds,
         suspicion=st.sampled_from([1.0, 1.0, 1.7, 3.1]),
         out=st.sampled_from([False, False, False, True]),

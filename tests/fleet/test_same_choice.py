@@ -39,9 +39,9 @@ def setup(**changes: Any) -> Setup:
     return Setup(**{"config": config, "device": device, "replicas": 4} | changes)
 
 
-def both(text: str, made: Setup) -> tuple[Choices, Choices]:
+def both(text: str, made: Setup, seed: int = 1) -> tuple[Choices, Choices]:
     """(the simulator's choices, a live front's)."""
-    trace = traffic.generate(traffic.parse(text), 1)
+    trace = traffic.generate(traffic.parse(text), seed)
     simulated, live = simulated_choices(trace, made), live_choices(trace, made)
     assert set(live) == set(simulated) == {item.id for item in trace}
     return simulated, live
@@ -59,7 +59,7 @@ def test_the_simulator_chooses_as_a_live_front():
 
 def test_with_roles_it_has_prompts_computed_where_a_live_front_has():
     made = setup(roles={PREFILL: 1, DECODE: 3}, transfer_gb_s=2.0)
-    simulated, live = both(f"{LONG},n=80", made)
+    simulated, live = both(f"{LONG},n=120", made, seed=5)
     apart = [prompts for prompts, _ in live.values() if prompts is not None]
     assert 10 <= len(apart) < len(live), "some are computed apart and some are not"
     assert (set(apart), {answers for _, answers in live.values()}) == ({3}, {0, 1, 2})
