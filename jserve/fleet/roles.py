@@ -21,22 +21,31 @@ from jserve.fleet.route import PREFILL, Asked, Candidate, ReplicaChoice, able_of
 
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
+AUTO = "auto"
+"""Roles that follow the load (``fleet.role_control``)."""
+FIRST_SHARE = 4
+"""With ``AUTO`` one in so many replicas, at least one, computes prompts at first."""
 
 
 def parse_roles(text: str, replicas: int) -> dict[str, int]:
-    """Replicas by role, of ``prefill=1,decode=3``; {}: all do both.
+    """Replicas by role, of ``prefill=1,decode=3``, and those at first of ``auto``; {}: all do both.
 
     Raises:
         ConfigError: it says something else, or does not add up to ``replicas``.
     """
     if not text:
         return {}
+    if text == AUTO:
+        if replicas < 2:
+            raise ConfigError("roles: auto needs two replicas or more", field="roles")
+        n_prefill = max(1, replicas // FIRST_SHARE)
+        return {PREFILL: n_prefill, DECODE: replicas - n_prefill}
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, n = part.strip().partition("=")
         if name not in ROLES or name in found or not (n.isascii() and n.isdigit()) or not int(n):
             raise ConfigError(
-                f"roles must be like prefill=1,decode=3, not {text[:80]!r}", field="roles"
+                f"roles must be auto or like prefill=1,decode=3, not {text[:80]!r}", field="roles"
             )
         found[name] = int(n)
     if set(found) != set(ROLES):
@@ -55,6 +64,11 @@ def lacking(wanted: dict[str, int], given: Iterable[str]) -> str:
     if not wanted or not has[DECODE]:
         return DECODE
     return max(ROLES, key=lambda role: (wanted[role] - has[role], role == DECODE))
+
+
+def exchanged(wanted: dict[str, int], role: str) -> dict[str, int]:
+    """``wanted`` once a replica of the other role has ``role``."""
+    return {name: n + (1 if name == role else -1) for name, n in wanted.items()}
 
 
 def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice | None:

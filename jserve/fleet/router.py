@@ -50,6 +50,7 @@ class ReplicaRouter:
 
     Attributes:
         by_price: its choices are ``route``'s, so that requests which wait may be moved by the same prices.
+        prefill_s, decode_s: device seconds of all prompts and of all answers that were sent so far.
     """
 
     def __init__(self, n: int = 0, policy: str = "seconds", seed: int = 0) -> None:
@@ -61,6 +62,7 @@ class ReplicaRouter:
             self.join()
         self._policy, self.by_price = POLICIES[policy], policy == "seconds"
         self._rng, self.n_chosen = random.Random(seed), 0
+        self.prefill_s = self.decode_s = 0.0
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -101,7 +103,7 @@ class ReplicaRouter:
             NotReady: none may take it.
         """
         choice = self._policy(self, asked)
-        self._send(asked, choice)
+        self._send(asked, choice, asked.n_out)
         return choice
 
     def choose_prefill(self, asked: Asked) -> ReplicaChoice | None:
@@ -113,19 +115,22 @@ class ReplicaRouter:
         """
         choice = prefill_at(asked, self.candidates, self.pages)
         if choice is not None:
-            self._send(asked, choice)
+            self._send(asked, choice, n_out=0)
         return choice
 
     def assign(self, asked: Asked, replica: int) -> ReplicaChoice:
         """``asked`` goes to ``replica``, whatever that costs."""
         choice = self._at(asked, replica)
-        self._send(asked, choice)
+        self._send(asked, choice, asked.n_out)
         return choice
 
-    def _send(self, asked: Asked, choice: ReplicaChoice) -> None:
+    def _send(self, asked: Asked, choice: ReplicaChoice, n_out: int) -> None:
         one = self._replicas[choice.replica]
-        new = asked.n_prompt - choice.n_cached
-        one.sent.append(_Sent(one.n_sent, new * one.candidate.view.prefill_token_s))
+        view, new = one.candidate.view, asked.n_prompt - choice.n_cached
+        new_s = new * view.prefill_token_s
+        self.prefill_s += new_s
+        self.decode_s += n_out * view.token_s
+        one.sent.append(_Sent(one.n_sent, new_s))
         one.n_sent += 1
         one.settle()
         self.pages.send(choice.replica, asked.pages)
