@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 
 from jserve.fleet.route import PREFILL, Candidate
 
-WINDOW_S, CHANGE_S = 30.0, 10.0
+WINDOW_S, CHANGE_S = 20.0, 10.0
 GAIN = 0.8
 LEAST = 0.1
 """A busier kind of less load is not worth a change: it is a handful of requests."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from jserve.errors import ConfigError
 from jserve.fleet.pages import PageIndex
@@ -85,12 +86,15 @@ def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Re
         return None
     known = pages.known(asked.pages, len(candidates))
     moved = replace(asked, n_ready=len(asked.pages) * asked.page_size)
-    [(_, after_s, _)] = prices(moved, candidates, known, [here.replica])
+    [after_s] = prices(moved, candidates, known, [here.replica]).cost_s
     found = prices(replace(asked, n_out=0), candidates, known, helpers)
-    best, (first_s, cost_s, _) = min(
-        zip(helpers, found, strict=True), key=lambda one: (one[1][1], one[0])
-    )
+    cost_s = min(found.cost_s)
     if cost_s + after_s >= here.cost_s:
         return None
-    n_cached = known[best] * asked.page_size
-    return ReplicaChoice(replica=best, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
+    best = found.cost_s.index(cost_s)
+    return ReplicaChoice(
+        replica=helpers[best],
+        n_cached=known[helpers[best]] * asked.page_size,
+        first_s=found.first_s[best],
+        cost_s=cost_s,
+    )

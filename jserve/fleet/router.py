@@ -49,12 +49,14 @@ class ReplicaRouter:
         seed: of policies that draw.
 
     Attributes:
+        candidates: the replicas by number.
         by_price: its choices are ``route``'s, so that requests which wait may be moved by the same prices.
         prefill_s, decode_s: device seconds of all prompts and of all answers that were sent so far.
     """
 
     def __init__(self, n: int = 0, policy: str = "seconds", seed: int = 0) -> None:
         self.pages = PageIndex()
+        self.candidates: list[Candidate] = []
         self._replicas: list[_Replica] = []
         self._vacant: list[int] = []
         """Numbers of replicas that are gone for good."""
@@ -64,15 +66,12 @@ class ReplicaRouter:
         self._rng, self.n_chosen = random.Random(seed), 0
         self.prefill_s = self.decode_s = 0.0
 
-    @property
-    def candidates(self) -> list[Candidate]:
-        return [one.candidate for one in self._replicas]
-
     def join(self) -> int:
         """The number of a new replica, which takes nothing before its first view."""
         if self._vacant:
             return self._vacant.pop()
-        self._replicas.append(_Replica(Candidate(view=View(ready=False))))
+        self.candidates.append(Candidate(view=View(ready=False)))
+        self._replicas.append(_Replica(self.candidates[-1]))
         return len(self._replicas) - 1
 
     def leave(self, replica: int) -> None:
@@ -89,7 +88,8 @@ class ReplicaRouter:
 
     def lost(self, replica: int) -> None:
         """The engine of ``replica`` is gone, with its pages; the next one has read nothing."""
-        self._replicas[replica] = _Replica(Candidate(view=View(ready=False)))
+        self.candidates[replica] = Candidate(view=View(ready=False))
+        self._replicas[replica] = _Replica(self.candidates[replica])
         self.pages.forget(replica)
 
     def takes(self, asked: Asked) -> bool:

@@ -6,16 +6,20 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, strategies as st
 
+from jserve.config import EngineConfig
 from jserve.engine.view import View
 from jserve.errors import ConfigError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.role_control import CHANGE_S, GAIN, LEAST, WINDOW_S, RoleControl, who_changes
 from jserve.fleet.roles import AUTO, DECODE, exchanged, parse_roles
 from jserve.fleet.route import PREFILL, Candidate
+from jserve.fleet.start import fleet_engine
 from jserve.sim import traffic
 from tests.fleet.fakes import ThreadSource
 from tests.fleet.test_face import answers, requests, undisturbed, until
@@ -182,6 +186,17 @@ def test_auto_begins_with_a_quarter():
     with pytest.raises(ConfigError) as found:
         parse_roles(AUTO, 1)
     assert found.value.field == "roles"
+
+
+@pytest.mark.parametrize(
+    ("text", "follows"), [(AUTO, True), ("prefill=1,decode=3", False), ("", False)]
+)
+def test_auto_is_wired(monkeypatch, text, follows):
+    source = SimpleNamespace(RayReplicas=lambda config, build: SimpleNamespace(n=4, scales=False))
+    monkeypatch.setitem(sys.modules, "jserve.fleet.on_ray", source)
+    fleet = fleet_engine(EngineConfig.of(replicas=4, roles=text), "")
+    assert (fleet._role_control is not None) == follows
+    assert fleet._roles == parse_roles(text, 4)
 
 
 async def test_a_front_gives_roles_as_the_load_asks(tmp_path, caplog):
