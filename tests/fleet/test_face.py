@@ -401,7 +401,7 @@ async def test_an_error_in_one_look_ends_no_watching(monkeypatch, caplog):
             raise (KeyError if n_looks % 2 else ValueError)("broken")
 
         monkeypatch.setattr(fleet._placement, "rebalance", broken)
-        monkeypatch.setattr(fleet.suspicion, "look", broken)
+        monkeypatch.setattr(fleet.suspicion, "look", lambda now: broken())
         running = asyncio.ensure_future(answers(fleet, asked))
         await begun(fleet, len(asked))
         busy = max(fleet.members, key=lambda one: one.n_open)
