@@ -332,7 +332,10 @@ def simulate(
         str, typer.Option(help="seconds, lmetric, p2c, round_robin or random")
     ] = "seconds",
     roles: Annotated[
-        str, typer.Option(help="engines that compute prompts for the others: prefill=1,decode=3")
+        str,
+        typer.Option(
+            help="engines that compute prompts for the others: prefill=1,decode=3, or auto"
+        ),
     ] = "",
     transfer_gb_s: Annotated[
         float, typer.Option(help="GB/s of KV pages between engines with roles; 0: as copies", min=0)

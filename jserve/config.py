@@ -546,7 +546,8 @@ class FleetOptions:
     )
     roles: str = opt(
         "",
-        "replicas that compute prompts for the others, as prefill=1,decode=3; empty: all do both",
+        "replicas that compute prompts for the others, as prefill=1,decode=3, or auto: as many as the"
+        " load needs; empty: all do both",
     )
 
 

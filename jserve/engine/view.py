@@ -34,6 +34,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Computing one more prompt token."""
     row_s: float = 0.0
     """Added to every step by one more sequence that decodes."""
+    token_s: float = 0.0
+    """One token of an answer: its share of a step in which as many sequences decode as fit."""
     page_s: float = 0.0
     """Moving one KV page between device and host memory, and where it shares pages also writing or reading it."""
     step_s: float = 0.0

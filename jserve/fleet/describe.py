@@ -49,6 +49,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "", page_s: float
         wait_s={lane.value: _wait_s(scheduler, lane) for lane in Lane},
         prefill_token_s=max(0.0, pace.step_s - plain_s) / max(1.0, pace.chunk),
         row_s=max(0.0, seconds(n + ROWS, 0, context) - plain_s) / ROWS,
+        token_s=scheduler.demand.token_s(context),
         page_s=resources.swap_policy.page_move_s + page_s,
         step_s=max(pace.step_s, plain_s),
     )

@@ -25,10 +25,13 @@ from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Out
 from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, RequestFailed
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
+from jserve.fleet.guarded import GuardedCalls
 from jserve.fleet.member import Member, all_unfit, state_of
 from jserve.fleet.placement import RequestPlacement
-from jserve.fleet.roles import lacking
+from jserve.fleet.role_control import RoleControl
+from jserve.fleet.roles import DECODE, exchanged, lacking
 from jserve.fleet.rollout import ACTIONS, Rollout
+from jserve.fleet.route import PREFILL
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.scale_down import ScaleDown
 from jserve.fleet.source import ReplicaSource
@@ -53,6 +56,7 @@ class FleetEngine(EngineFace):
         source: places replicas and keeps them alive.
         policy: one of ``fleet.router.POLICIES``.
         roles: of ``fleet.roles.parse_roles``.
+        role_control: says which replica takes the other role, where roles follow the load.
         hedge_share: of requests of lane interactive, those that may be sent twice when their first token is late.
         audit_share: of requests, those whose answers are computed once more and compared.
         model: the weights that replicas start with, as ``update_weights`` takes them.
@@ -74,6 +78,7 @@ class FleetEngine(EngineFace):
         *,
         policy: str = "seconds",
         roles: dict[str, int] | None = None,
+        role_control: RoleControl | None = None,
         hedge_share: float = 0.0,
         audit_share: float = 0.0,
         model: str = "",
@@ -88,7 +93,7 @@ class FleetEngine(EngineFace):
         self._router = ReplicaRouter(policy=policy)
         self.suspicion = Suspicion()
         self._scale_down = ScaleDown(source, self.suspicion, autoscaler or Autoscaler())
-        self._roles = roles or {}
+        self._roles, self._role_control = roles or {}, role_control
         self._rollout = Rollout(model, self._ask, self._weigh, clock)
         self._members: dict[str, Member] = {}
         self._listed: set[str] = set()
@@ -106,6 +111,7 @@ class FleetEngine(EngineFace):
             clock=clock,
         )
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._guarded = GuardedCalls()
         self._info: dict[str, Any] = {}
         self._closing = False
         self._gave_up = asyncio.Event()
@@ -369,25 +375,41 @@ class FleetEngine(EngineFace):
             self.look()
 
     def look(self) -> None:
-        """Move the work of silent and of slow replicas elsewhere."""
+        """Move the work of silent and of slow replicas elsewhere, and that of those who wait for too long; see what
+        becomes of weights, roles and the number of replicas. An error in one of these ends none of the others."""
+        placement = self._placement
+        self._guarded.run(
+            [
+                self._look_for_silent,
+                self._look_for_slow,
+                self._look_at_health,
+                self._look_at_weights,
+                lambda: placement.hedging.look(self._streams.values()),
+                placement.rebalance,
+                self._follow_load,
+                self._stop_surplus,
+            ]
+        )
+
+    def _look_for_silent(self) -> None:
         for member in self.members:
             if not member.silent and member.overdue():
                 log.warning("replica %s is silent", member.name)
                 self._fleet["silent"] += 1
                 self._out(member, silent=True)
+
+    def _look_for_slow(self) -> None:
         for name in self.suspicion.look(self._clock()):
             log.warning("replica %s is out: it is slow", name)
             self._out(self._members[name], silent=False)
-        self._look_at_health()
+
+    def _look_at_weights(self) -> None:
         for member in self.members:
             self._check_weights(member)
             self._weigh(member)
         found = self._rollout.judge()
         if found is not None:
             self._spawn(self._rollout.carry_out_verdict(found, self.members))
-        self._placement.hedging.look(self._streams.values())
-        self._placement.rebalance()
-        self._stop_surplus()
 
     def _look_at_health(self) -> None:
         """A replica whose steps or logits fail is slow at nothing, so that only its own statistics show it."""
@@ -397,6 +419,22 @@ class FleetEngine(EngineFace):
                 log.warning("replica %s is unfit: %s", member.name, "; ".join(unfit))
                 self._rollout.fault(member, unfit[0])
             member.unfit = unfit
+
+    def _follow_load(self) -> None:
+        """Give a replica the other role where the load asks for it. Not while weights change: who loads them is
+        back soon."""
+        control, router = self._role_control, self._router
+        if control is None or self._rollout.busy:
+            return
+        number = control.look(self._clock(), router.prefill_s, router.decode_s, router.candidates)
+        if number is None:
+            return
+        member = next(one for one in self._members.values() if one.number == number)
+        member.role = DECODE if member.role == PREFILL else PREFILL
+        self._roles = exchanged(self._roles, member.role)
+        self._weigh(member)
+        seconds = f"prompts {control.prefill:.2f}, answers {control.decode:.2f} seconds a second"
+        log.info("replica %s has role %s from now on: %s", member.name, member.role, seconds)
 
     def _stop_surplus(self) -> None:
         """Retire a replica that the load no longer needs; none that has named caches, and none while other weights

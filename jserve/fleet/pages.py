@@ -68,20 +68,21 @@ class PageIndex:
     def _held_prefixes(self, digests: Seq[bytes], mask: int) -> list[tuple[int, int]]:
         """(n, mask) for each n > 0: of the replicas of ``mask``, those whose longest held prefix has n pages."""
         held, found = self._held.get, []
-        parts = [(0, mask, len(digests) + 1, 0)]
-        while parts:  # those in ``at_low`` hold the first ``low`` pages, those in ``at_high`` the first ``high``
+        parts = [(-1, mask, len(digests), 0)]
+        # Those in ``at_low`` hold page number ``low``, those in ``at_high`` number ``high`` too.
+        while parts:
             low, at_low, high, at_high = parts.pop()
             while high - low > 1:
-                middle = (low + high) // 2
-                here = held(digests[middle - 1], 0) & at_low
+                middle = (low + high) >> 1
+                here = held(digests[middle], 0) & at_low
                 if here == at_low:
                     low = middle
                     continue
                 if here != at_high:
                     parts.append((middle, here, high, at_high))
                 high, at_high = middle, here
-            if low:
-                found.append((low, at_low & ~at_high))
+            if low >= 0:
+                found.append((low + 1, at_low & ~at_high))
         return found
 
     def _one_by_one(self, digests: Seq[bytes], replica: int, sent: Seq[tuple[int, int]]) -> int:

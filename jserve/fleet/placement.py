@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
@@ -291,7 +293,7 @@ class RequestPlacement:
         if not members:
             return None
         candidates = self.router.candidates
-        asked = replace(self.asked_of(stream.request), weights=stream.weights)
+        asked = msgspec.structs.replace(self.asked_of(stream.request), weights=stream.weights)
         were_out = [candidate.out for candidate in candidates]
         try:
             for i, candidate in enumerate(candidates):

@@ -65,7 +65,7 @@ def goes_elsewhere(one: WaitingRequest, candidates: Seq[Candidate], pages: PageI
     free = [i for i in able if _is_free(candidates[i], one.asked)]
     known = pages.known(one.asked.pages, len(candidates)) if free else []
     found = prices(one.asked, candidates, known, free)
-    return any([cost_s + evicted_s < one.left_s for _, cost_s, evicted_s in found])
+    return any(total_s < one.left_s for total_s in found.total_s)
 
 
 def _is_free(candidate: Candidate, asked: Asked) -> bool:

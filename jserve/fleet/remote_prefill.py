@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Collection
 from dataclasses import replace
 
+import msgspec
+
 from jserve.engine.streams import Stream
 from jserve.fleet.route import Asked
 from jserve.ports import Clock
@@ -112,4 +114,5 @@ def after_prefill(request: Request, still_open: Collection[int], source: str) ->
 
 def ready_behind(asked: Asked, *, ready: bool) -> Asked:
     """``asked`` once its prefill is over. ``ready``: all its full pages were exported; otherwise some may be."""
-    return replace(asked, n_ready=len(asked.pages) * asked.page_size) if ready else asked
+    n_ready = len(asked.pages) * asked.page_size
+    return msgspec.structs.replace(asked, n_ready=n_ready) if ready else asked

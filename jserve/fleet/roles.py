@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from jserve.errors import ConfigError
 from jserve.fleet.pages import PageIndex
@@ -21,22 +22,31 @@ from jserve.fleet.route import PREFILL, Asked, Candidate, ReplicaChoice, able_of
 
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
+AUTO = "auto"
+"""Roles that follow the load (``fleet.role_control``)."""
+FIRST_SHARE = 4
+"""With ``AUTO`` one in so many replicas, at least one, computes prompts at first."""
 
 
 def parse_roles(text: str, replicas: int) -> dict[str, int]:
-    """Replicas by role, of ``prefill=1,decode=3``; {}: all do both.
+    """Replicas by role, of ``prefill=1,decode=3``, and those at first of ``auto``; {}: all do both.
 
     Raises:
         ConfigError: it says something else, or does not add up to ``replicas``.
     """
     if not text:
         return {}
+    if text == AUTO:
+        if replicas < 2:
+            raise ConfigError("roles: auto needs two replicas or more", field="roles")
+        n_prefill = max(1, replicas // FIRST_SHARE)
+        return {PREFILL: n_prefill, DECODE: replicas - n_prefill}
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, n = part.strip().partition("=")
         if name not in ROLES or name in found or not (n.isascii() and n.isdigit()) or not int(n):
             raise ConfigError(
-                f"roles must be like prefill=1,decode=3, not {text[:80]!r}", field="roles"
+                f"roles must be auto or like prefill=1,decode=3, not {text[:80]!r}", field="roles"
             )
         found[name] = int(n)
     if set(found) != set(ROLES):
@@ -57,6 +67,11 @@ def lacking(wanted: dict[str, int], given: Iterable[str]) -> str:
     return max(ROLES, key=lambda role: (wanted[role] - has[role], role == DECODE))
 
 
+def exchanged(wanted: dict[str, int], role: str) -> dict[str, int]:
+    """``wanted`` once a replica of the other role has ``role``."""
+    return {name: n + (1 if name == role else -1) for name, n in wanted.items()}
+
+
 def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice | None:
     """The replica that computes the prompt of ``asked`` for whoever answers; None: whoever answers does.
 
@@ -71,12 +86,15 @@ def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Re
         return None
     known = pages.known(asked.pages, len(candidates))
     moved = replace(asked, n_ready=len(asked.pages) * asked.page_size)
-    [(_, after_s, _)] = prices(moved, candidates, known, [here.replica])
+    [after_s] = prices(moved, candidates, known, [here.replica]).cost_s
     found = prices(replace(asked, n_out=0), candidates, known, helpers)
-    best, (first_s, cost_s, _) = min(
-        zip(helpers, found, strict=True), key=lambda one: (one[1][1], one[0])
-    )
+    cost_s = min(found.cost_s)
     if cost_s + after_s >= here.cost_s:
         return None
-    n_cached = known[best] * asked.page_size
-    return ReplicaChoice(replica=best, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
+    best = found.cost_s.index(cost_s)
+    return ReplicaChoice(
+        replica=helpers[best],
+        n_cached=known[helpers[best]] * asked.page_size,
+        first_s=found.first_s[best],
+        cost_s=cost_s,
+    )

@@ -18,6 +18,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
 
 from jserve.engine.view import View
 from jserve.errors import NotReady
@@ -31,8 +34,7 @@ SLACK = 1.1
 fronts that do not know of each other then agree, and a replica that is loaded gets no more prefixes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A request as a choice reads it."""
 
     pages: tuple[bytes, ...]
@@ -70,8 +72,7 @@ class Candidate:
     """``PREFILL``, or any other."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaChoice:
+class ReplicaChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The replica, and why."""
 
     replica: int
@@ -83,9 +84,15 @@ class ReplicaChoice:
     """Those and what others pay."""
 
 
-Price = tuple[float, float, float]
-"""Seconds that a request costs at one replica: to its first token; that and what those who run and wait there pay;
-computing again what it evicts there."""
+class Prices(NamedTuple):
+    """Seconds that a request costs at each of some replicas. Columns, since a choice reads one of them at a time."""
+
+    first_s: list[float]
+    """To its first token."""
+    cost_s: list[float]
+    """That, and what those who run and wait there pay."""
+    total_s: list[float]
+    """That, and computing again what it evicts there."""
 
 
 def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice:
@@ -95,24 +102,30 @@ def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Replica
         NotReady: none of them may take it.
     """
     known = pages.known(asked.pages, len(candidates))
-    able = able_of(asked, candidates)
-    able = [i for i in able if candidates[i].role != PREFILL] or able
+    able = able_of(asked, candidates, but=PREFILL) or able_of(asked, candidates)
     if not able:
         raise NotReady("no replica takes this request now", retry_after=5.0)
     found = prices(asked, candidates, known, able)
     if asked.ttft_s is not None:
-        in_time = [i for i, price in enumerate(found) if price[0] <= asked.ttft_s]
+        in_time = [i for i, first_s in enumerate(found.first_s) if first_s <= asked.ttft_s]
         if in_time:
-            able, found = [able[i] for i in in_time], [found[i] for i in in_time]
-    best = _cheapest(asked, able, found, any([known[i] for i in able]))
-    replica, (first_s, cost_s, _) = able[best], found[best]
-    n_cached = max(asked.n_ready, known[replica] * asked.page_size)
-    return ReplicaChoice(replica=replica, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
+            able = [able[i] for i in in_time]
+            found = Prices(*([column[i] for i in in_time] for column in found))
+    best = _cheapest(asked, able, found, any(known) and any(known[i] for i in able))
+    replica = able[best]
+    return ReplicaChoice(
+        replica=replica,
+        n_cached=max(asked.n_ready, known[replica] * asked.page_size),
+        first_s=found.first_s[best],
+        cost_s=found.cost_s[best],
+    )
 
 
-def able_of(asked: Asked, candidates: Seq[Candidate]) -> list[int]:
-    """Numbers of those that may take ``asked``."""
-    able = [i for i, one in enumerate(candidates) if one.view.ready and not one.out]
+def able_of(asked: Asked, candidates: Seq[Candidate], but: str | None = None) -> list[int]:
+    """Numbers of those that may take ``asked``, without those of role ``but``."""
+    able = [
+        i for i, one in enumerate(candidates) if one.view.ready and not one.out and one.role != but
+    ]
     if asked.weights is not None:
         able = [i for i in able if candidates[i].view.weights == asked.weights]
     if asked.adapter is not None:
@@ -120,13 +133,12 @@ def able_of(asked: Asked, candidates: Seq[Candidate]) -> list[int]:
     return able
 
 
-def prices(
-    asked: Asked, candidates: Seq[Candidate], known: Seq[int], numbers: Seq[int]
-) -> list[Price]:
+def prices(asked: Asked, candidates: Seq[Candidate], known: Seq[int], numbers: Seq[int]) -> Prices:
     """The prices of the candidates of ``numbers``. Those of ``known`` are pages of the prompt that each candidate has.
-    One loop, without a call for each of them: it is most of a choice's time."""
-    found, lane, n_out = [], asked.lane, asked.n_out
-    n_prompt, n_ready, page_size = asked.n_prompt, asked.n_ready, asked.page_size
+    One loop, without a call or a tuple for each of them, in floats: it is most of a choice's time."""
+    found, lane, n_out = Prices([], [], []), asked.lane, float(asked.n_out)
+    add_first, add_cost, add_total = [column.append for column in found]
+    n_prompt, n_ready, page_size = float(asked.n_prompt), asked.n_ready, asked.page_size
     for i in numbers:
         one = candidates[i]
         view, has = one.view, known[i] * page_size
@@ -144,19 +156,20 @@ def prices(
         times = one.suspicion
         if times != 1.0:
             first_s, cost_s, own_s = first_s * times, cost_s * times, own_s * times
-        found.append((first_s, cost_s, own_s))
+        add_first(first_s)
+        add_cost(cost_s)
+        add_total(cost_s + own_s)
     return found
 
 
-def _cheapest(asked: Asked, numbers: Seq[int], found: Seq[Price], known: bool) -> int:
+def _cheapest(asked: Asked, numbers: Seq[int], found: Prices, known: bool) -> int:
     """The index of the replica of least cost in ``numbers``; where nobody has a page, that of the prefix's hash among
     the near ones."""
-    if known:
-        costs = [cost_s + evicted_s for _, cost_s, evicted_s in found]
-        most_s = min(costs)
-    else:  # all evict the same
-        costs = [cost_s for _, cost_s, _ in found]
-        most_s = SLACK * min(costs)
+    costs = found.total_s if known else found.cost_s  # where nobody has any, all evict the same
+    least_s = min(costs)
+    if known and costs.count(least_s) == 1:
+        return costs.index(least_s)
+    most_s = least_s if known else SLACK * least_s
     near = [i for i, cost_s in enumerate(costs) if cost_s <= most_s]
     return near[0] if len(near) == 1 else max(near, key=lambda i: _weight(asked, numbers[i]))
 

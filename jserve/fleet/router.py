@@ -49,11 +49,14 @@ class ReplicaRouter:
         seed: of policies that draw.
 
     Attributes:
+        candidates: the replicas by number.
         by_price: its choices are ``route``'s, so that requests which wait may be moved by the same prices.
+        prefill_s, decode_s: device seconds of all prompts and of all answers that were sent so far.
     """
 
     def __init__(self, n: int = 0, policy: str = "seconds", seed: int = 0) -> None:
         self.pages = PageIndex()
+        self.candidates: list[Candidate] = []
         self._replicas: list[_Replica] = []
         self._vacant: list[int] = []
         """Numbers of replicas that are gone for good."""
@@ -61,16 +64,14 @@ class ReplicaRouter:
             self.join()
         self._policy, self.by_price = POLICIES[policy], policy == "seconds"
         self._rng, self.n_chosen = random.Random(seed), 0
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        return [one.candidate for one in self._replicas]
+        self.prefill_s = self.decode_s = 0.0
 
     def join(self) -> int:
         """The number of a new replica, which takes nothing before its first view."""
         if self._vacant:
             return self._vacant.pop()
-        self._replicas.append(_Replica(Candidate(view=View(ready=False))))
+        self.candidates.append(Candidate(view=View(ready=False)))
+        self._replicas.append(_Replica(self.candidates[-1]))
         return len(self._replicas) - 1
 
     def leave(self, replica: int) -> None:
@@ -87,7 +88,8 @@ class ReplicaRouter:
 
     def lost(self, replica: int) -> None:
         """The engine of ``replica`` is gone, with its pages; the next one has read nothing."""
-        self._replicas[replica] = _Replica(Candidate(view=View(ready=False)))
+        self.candidates[replica] = Candidate(view=View(ready=False))
+        self._replicas[replica] = _Replica(self.candidates[replica])
         self.pages.forget(replica)
 
     def takes(self, asked: Asked) -> bool:
@@ -101,7 +103,7 @@ class ReplicaRouter:
             NotReady: none may take it.
         """
         choice = self._policy(self, asked)
-        self._send(asked, choice)
+        self._send(asked, choice, asked.n_out)
         return choice
 
     def choose_prefill(self, asked: Asked) -> ReplicaChoice | None:
@@ -113,19 +115,22 @@ class ReplicaRouter:
         """
         choice = prefill_at(asked, self.candidates, self.pages)
         if choice is not None:
-            self._send(asked, choice)
+            self._send(asked, choice, n_out=0)
         return choice
 
     def assign(self, asked: Asked, replica: int) -> ReplicaChoice:
         """``asked`` goes to ``replica``, whatever that costs."""
         choice = self._at(asked, replica)
-        self._send(asked, choice)
+        self._send(asked, choice, asked.n_out)
         return choice
 
-    def _send(self, asked: Asked, choice: ReplicaChoice) -> None:
+    def _send(self, asked: Asked, choice: ReplicaChoice, n_out: int) -> None:
         one = self._replicas[choice.replica]
-        new = asked.n_prompt - choice.n_cached
-        one.sent.append(_Sent(one.n_sent, new * one.candidate.view.prefill_token_s))
+        view, new = one.candidate.view, asked.n_prompt - choice.n_cached
+        new_s = new * view.prefill_token_s
+        self.prefill_s += new_s
+        self.decode_s += n_out * view.token_s
+        one.sent.append(_Sent(one.n_sent, new_s))
         one.n_sent += 1
         one.settle()
         self.pages.send(choice.replica, asked.pages)

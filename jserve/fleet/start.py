@@ -8,7 +8,8 @@ from jserve.config import EngineConfig
 from jserve.engine.kv_events import check_named, check_replicas
 from jserve.errors import ConfigError
 from jserve.fleet.face import FleetEngine
-from jserve.fleet.roles import parse_roles
+from jserve.fleet.role_control import RoleControl
+from jserve.fleet.roles import AUTO, parse_roles
 from jserve.fleet.shared_pages import with_shared_pages
 
 
@@ -33,6 +34,7 @@ def fleet_engine(config: EngineConfig, build: str, **options: Any) -> FleetEngin
         replicas,
         policy=fleet.router,
         roles=roles,
+        role_control=RoleControl() if fleet.roles == AUTO else None,
         hedge_share=fleet.hedge_share,
         audit_share=fleet.audit_share,
         **options,

@@ -3,7 +3,8 @@
 The engine whose clock is behind steps next, so no arrival comes to one that is ahead of it. What a replica says of
 itself reaches the router at the end of a step, ``VIEW_S`` seconds apart and when it becomes idle, as it does live: a
 choice in the middle of a step knows nothing of it. Requests that wait move as live ones do (``fleet.rebalance``). With
-``roles`` some replicas compute prompts for others, chosen as live (``fleet.roles``), and pages travel (``sim.pages``).
+``roles`` some replicas compute prompts for others, chosen as live (``fleet.roles``), and pages travel (``sim.pages``);
+they may follow the load (``fleet.role_control``).
 With ``max_replicas`` others are started and stopped by the load (``fleet.autoscale``); unlike a live one, a replica
 that is stopped ends what it works on.
 """
@@ -27,8 +28,9 @@ from jserve.fleet.remote_prefill import (
     prefill_of,
     ready_behind,
 )
-from jserve.fleet.roles import lacking
-from jserve.fleet.route import ReplicaChoice
+from jserve.fleet.role_control import RoleControl
+from jserve.fleet.roles import DECODE, lacking
+from jserve.fleet.route import PREFILL, ReplicaChoice
 from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.fleet.shared_pages import check_shares_pages
 from jserve.fleet.suspicion import RetryBudget
@@ -103,6 +105,8 @@ class FleetSimulation:
         self.n_remote = 0
         """Prompts that a prefill replica computed."""
         self._shared = SharedPages(setup.transfer_s) if setup.roles else None
+        self._role_control = RoleControl() if setup.auto_roles else None
+        self._role_changes: list[tuple[float, int, str]] = []
         self._prefills: dict[str, str] = {}
         """By request id, that of its prefill, while this is under way."""
         self._n_prefills = 0
@@ -233,10 +237,25 @@ class FleetSimulation:
 
     def _look(self, now: float) -> None:
         """Every ``LOOKS_S``, by what the router has heard; nothing that is sent before ``now`` comes later."""
-        if now >= self._next_look and self.router.by_price:
+        if now >= self._next_look and (self.router.by_price or self._role_control):
             self._next_look = now + LOOKS_S
             self._hear(now)
-            self._rebalance(now)
+            if self.router.by_price:
+                self._rebalance(now)
+            self._follow_load(now)
+
+    def _follow_load(self, now: float) -> None:
+        """As ``fleet.face`` does: give a replica the other role where the load asks for it."""
+        control, router = self._role_control, self.router
+        if control is None:
+            return
+        number = control.look(now, router.prefill_s, router.decode_s, router.candidates)
+        if number is None:
+            return
+        one = self.replicas[number]
+        one.role = DECODE if one.role == PREFILL else PREFILL
+        router.candidates[number].role = one.role
+        self._role_changes.append((now, number, one.role))
 
     def _rebalance(self, now: float) -> None:
         """As ``fleet.placement`` does: requests that wait go where they cost less than the wait that is left."""
@@ -403,6 +422,7 @@ class FleetSimulation:
             by_replica=[run.n_tokens for run in runs],
             replica_s=replica_s,
             n_remote=self.n_remote if self.setup.roles else None,
+            role_changes=self._role_changes if self.setup.auto_roles else None,
         )
 
 

@@ -141,6 +141,8 @@ def _replicas(run: Run) -> dict[str, Any]:
     if run.n_remote is not None:
         found["remote_prefills"] = run.n_remote
         found["pages_handed_over"] = int(run.counters["disk_pages_read_total"])
+    if run.role_changes is not None:
+        found["role_changes"] = len(run.role_changes)
     return found
 
 
@@ -298,6 +300,8 @@ def _spread_over(replicas: dict[str, Any]) -> str:
             f", {replicas['remote_prefills']} prompts computed apart,"
             f" {replicas['pages_handed_over']} pages handed over"
         )
+    if "role_changes" in replicas:
+        apart += f", {replicas['role_changes']} role changes"
     return (
         f", {replicas['n']} replicas ({replicas['mean']:.2f} at a time),"
         f" the busiest {replicas['most_over_mean']:.2f} times the mean{apart}"

@@ -97,6 +97,8 @@ class Setup:
     """Chooses between them, one of ``fleet.router.POLICIES``."""
     roles: dict[str, int] = field(default_factory=dict)
     """Of ``fleet.roles.parse_roles``."""
+    auto_roles: bool = False
+    """They follow the load."""
     transfer_gb_s: float = 0.0
     """GB/s at which replicas with roles write pages for others, or read them; 0: as they copy them to host memory."""
     journal: Journal | None = None
@@ -149,6 +151,8 @@ class Run:
     """Seconds for which they ran, all together."""
     n_remote: int | None = None
     """Prompts that a prefill replica computed for others; None: there are no roles."""
+    role_changes: list[tuple[float, int, str]] | None = None
+    """(time, replica, its role from then on); None: roles are fixed."""
 
     @property
     def seconds(self) -> float:

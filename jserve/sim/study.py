@@ -13,7 +13,7 @@ from typing import Any
 
 from jserve.config import CacheOptions, EngineConfig, SchedulerOptions
 from jserve.errors import ConfigError
-from jserve.fleet.roles import parse_roles
+from jserve.fleet.roles import AUTO, parse_roles
 from jserve.fleet.router import POLICIES
 from jserve.sched.record.journal import JournalFile
 from jserve.sim import costs, plot, recorded, traffic
@@ -229,7 +229,10 @@ def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any])
     device = _device(wish, config, given.pop("copy_gb_s"))
     if given["transfer_gb_s"] and not roles:
         raise ConfigError("transfer_gb_s says nothing without roles", field="transfer_gb_s")
-    return Setup(config=config, device=device, seed=wish.seed, roles=roles, **given)
+    auto = wish.roles == AUTO
+    return Setup(
+        config=config, device=device, seed=wish.seed, roles=roles, auto_roles=auto, **given
+    )
 
 
 def _own(name: str, value: str) -> Any:

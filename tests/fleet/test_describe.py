@@ -68,6 +68,18 @@ def test_an_idle_replica_makes_nobody_wait():
     assert Replica().wait_s() == 0.0
 
 
+def test_a_token_of_an_answer_costs_its_share_of_a_full_step():
+    """Of rows as long as the longest of late 400 pages of 8 tokens hold more than two slots take, and fewer than 64."""
+    for slots in (2, 64):
+        replica = Replica(slots)
+        replica.send(1, 500)
+        replica.run()
+        scheduler = replica.engine.scheduler
+        rows = min(slots, scheduler.demand._kv_tokens // scheduler.gate.n_context)
+        assert rows in (2, 17)
+        assert view_of(scheduler, 0).token_s == pytest.approx(0.01 / rows, rel=0.03)
+
+
 def test_prompts_of_which_the_cache_has_most_are_no_long_wait():
     """Twenty cold prompts, and then as many that share a prefix with what is there."""
     replica = Replica()

@@ -386,6 +386,35 @@ async def test_who_is_degraded_gets_nothing_while_others_are_fit(monkeypatch):
         assert {one.state for one in fleet.replicas()} == {"ready"}
 
 
+async def test_an_error_in_one_look_ends_no_watching(monkeypatch, caplog):
+    """Something is wrong with rebalancing; a replica that falls silent is found all the same."""
+    caplog.set_level(logging.ERROR)
+    asked = requests()
+    whole = await undisturbed(asked)
+    async with World(2) as world:
+        fleet = world.fleet
+        n_looks = 0
+
+        def broken() -> None:
+            nonlocal n_looks
+            n_looks += 1
+            raise (KeyError if n_looks % 2 else ValueError)("broken")
+
+        monkeypatch.setattr(fleet._placement, "rebalance", broken)
+        monkeypatch.setattr(fleet.suspicion, "look", lambda now: broken())
+        running = asyncio.ensure_future(answers(fleet, asked))
+        await begun(fleet, len(asked))
+        busy = max(fleet.members, key=lambda one: one.n_open)
+        world.source.hold(busy.name, stopped=True)
+        assert await asyncio.wait_for(running, 20.0) == whole
+        assert fleet.counters["silent"] == 1
+        assert n_looks > 8
+        logged = [record for record in caplog.records if "goes on" in record.message]
+        assert len(logged) == 2, "one of each kind"
+        assert all(record.exc_info for record in logged)
+        world.source.hold(busy.name, stopped=False)
+
+
 def test_without_ray_replicas_are_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "jserve.fleet.on_ray", raising=False)

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex, digests_of
+from jserve.fleet.roles import DECODE
 from jserve.fleet.route import PREFILL, SLACK, Asked, Candidate, route
 from jserve.fleet.router import POLICIES, ReplicaRouter
 from tests.fleet.direct import PlainPages, direct_route
@@ -218,6 +219,25 @@ def test_the_wait_for_a_place_by_hand():
         assert choice.first_s == pytest.approx(wait_s + 0.14)
         rows = 10 + n_sent - n_ended
         assert choice.cost_s == pytest.approx(choice.first_s + rows * (0.14 + 20 * 1e-4))
+
+
+def test_the_router_counts_the_work_that_is_sent():
+    router = ReplicaRouter(2)
+    router.update(0, view(token_s=2e-3), [PageEvent(True, d) for d in PAGES[:5]])
+    router.choose(asked())
+    assert router.prefill_s == pytest.approx((140 - 5 * PAGE) * 1e-3), "what is cached is no work"
+    assert router.decode_s == pytest.approx(20 * 2e-3)
+    router.candidates[0].role = DECODE
+    router.update(1, view(n_rows=0, wait_s={}))
+    router.candidates[1].role = PREFILL
+    router.candidates[0].view = view(n_rows=900, token_s=2e-3)
+    apart = asked(pages=PROMPTS[0], n_prompt=12 * PAGE + 8)
+    before = router.prefill_s, router.decode_s
+    assert router.choose_prefill(apart) is not None
+    assert router.prefill_s - before[0] == pytest.approx(200 * 1e-3)
+    assert router.decode_s == before[1], "its answer comes later"
+    router.assign(asked(pages=(), n_prompt=0), 0)
+    assert router.decode_s - before[1] == pytest.approx(20 * 2e-3)
 
 
 def test_a_replica_that_is_lost_has_nothing():

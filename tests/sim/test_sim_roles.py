@@ -171,9 +171,21 @@ def test_the_command_takes_roles_and_says_what_came_of_them():
     assert int(found[2]) >= int(found[1])
 
 
+def test_the_command_follows_the_load_and_says_how_often_roles_changed():
+    line = ["rate=4,n=160,prompt=3000,output=10", "--replicas", "4", "--roles", "auto"]
+    result = simulate(
+        *line, "--page-size", "64", "--transfer-gb-s", "20", "--roofline", "qwen3-32b"
+    )
+    assert result.exit_code == 0, result.output
+    found = re.search(r"(\d+) role changes", " ".join(result.stdout.split()))
+    assert found is not None
+    assert 1 <= int(found[1]) <= 3
+
+
 @pytest.mark.parametrize(
     ("line", "word"),
     [
+        (["--roles", "auto"], "roles"),
         (["--replicas", "3", "--roles", "prefill=1,decode=1"], "roles"),
         (["--replicas", "2", "--roles", "cook=1,decode=1"], "roles"),
         (["--replicas", "2", "--transfer-gb-s", "3"], "transfer_gb_s"),

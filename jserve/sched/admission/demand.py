@@ -92,6 +92,11 @@ class Demand:
         n_out = self._lengths.expected(lane, self._kv_tokens, FIRST_GUESS)
         return n * self.price(round(n_known * self.new_share), n_out, n_known + n_out)
 
+    def token_s(self, n_context: int) -> float:
+        """Device seconds of one token of an answer that ends with ``n_context`` tokens, if all are so long."""
+        n = max(1, n_context)
+        return self.price(0, n, n) / n
+
     def price(self, n_new: int, n_out: int, n_context: int) -> float:
         """Device seconds of a sequence, the longest of whose steps reads ``n_context`` tokens."""
         seconds, chunk = self._costs.seconds, self._chunk
