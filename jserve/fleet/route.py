@@ -152,7 +152,8 @@ def prices(asked: Asked, candidates: Seq[Candidate], known: Seq[int], numbers: S
             first_s += 2 * view.page_s * (n_ready - has) / page_size
         own_s = new * view.prefill_token_s
         first_s += own_s
-        cost_s = first_s + max(0, view.n_rows + since) * (own_s + n_out * view.row_s)
+        rows = view.n_rows + since
+        cost_s = first_s + (rows if rows > 0 else 0) * (own_s + n_out * view.row_s)
         times = one.suspicion
         if times != 1.0:
             first_s, cost_s, own_s = first_s * times, cost_s * times, own_s * times
