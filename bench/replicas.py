@@ -61,8 +61,9 @@ BUILDS = {"fake": "bench.replicas:fake", "shipped": "jserve.build:engine"}
 STEP_S, VOCAB = 0.004, 250
 GOALS = {"added_ms": 3.0, "through": 0.95, "killed_ms": 50.0}
 """Of ``docs/fleet.md``; that after SIGKILL is without the prefill of what no other replica has."""
-AT_ONCE, ASKED, ANSWER = 16, 64, 60
-"""Requests at once, in all, and tokens of each, in ``through``."""
+AT_ONCE, ANSWERS, THROUGH_S = 16, (30, 90), 3.0
+"""Requests at once, fewest and most tokens of each, and for how long they are counted, in ``through``. Were all of one
+length, batches would end as a whole, and those of one more request would last as long as a batch."""
 DISTURBED, LONG, STOPPED_S = 6, 400, 10.0
 """Requests of which some are disturbed, tokens of each, and how long a replica is stopped at most."""
 ENGINE = """
@@ -142,17 +143,17 @@ class Load:
     async def through(self, engines: list[EngineFace]) -> float:
         """Tokens a second of ``engines``, each of which has its share of the requests."""
         began = time.perf_counter()
-        await asyncio.gather(*(self._work(one, len(engines)) for one in engines))
-        return ASKED * ANSWER / (time.perf_counter() - began)
+        workers = [engine for engine in engines for _ in range(AT_ONCE // len(engines))]
+        counts = await asyncio.gather(*(self._work(one, began + THROUGH_S) for one in workers))
+        return sum(counts) / THROUGH_S
 
-    async def _work(self, engine: EngineFace, n_engines: int) -> None:
-        left = iter(range(ASKED // n_engines))
-
-        async def work() -> None:
-            for _ in left:
-                await self.times(engine, self.request(64, ANSWER))
-
-        await asyncio.gather(*(work() for _ in range(AT_ONCE // n_engines)))
+    async def _work(self, engine: EngineFace, end: float) -> int:
+        """Tokens until ``end`` of requests one after the other."""
+        n = 0
+        while time.perf_counter() < end:
+            told = await self.times(engine, self.request(64, self.rng.randint(*ANSWERS)))
+            n += sum(at < end for at in told[1:])
+        return n
 
 
 async def until(condition: Callable[[], bool]) -> None:
