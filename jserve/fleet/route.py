@@ -142,9 +142,10 @@ def prices(asked: Asked, candidates: Seq[Candidate], known: Seq[int], numbers: S
     for i in numbers:
         one = candidates[i]
         view, has = one.view, known[i] * page_size
-        since, first_s = one.n_sent - one.n_ended, view.wait_s.get(lane, 0.0)
-        if view.n_before:
-            first_s *= max(0, view.n_before + since) / view.n_before
+        first_s = view.wait_s.get(lane, 0.0)
+        if view.n_before and one.n_ended > one.n_sent:  # others have not taken all places since
+            freed = min(view.n_before, one.n_ended - one.n_sent)
+            first_s *= (view.n_before - freed) / view.n_before
         first_s += one.sent_s
         new = n_prompt - has
         if n_ready > has:
@@ -152,8 +153,7 @@ def prices(asked: Asked, candidates: Seq[Candidate], known: Seq[int], numbers: S
             first_s += 2 * view.page_s * (n_ready - has) / page_size
         own_s = new * view.prefill_token_s
         first_s += own_s
-        rows = view.n_rows + since
-        cost_s = first_s + (rows if rows > 0 else 0) * (own_s + n_out * view.row_s)
+        cost_s = first_s + (view.n_rows + one.n_sent) * (own_s + n_out * view.row_s)
         times = one.suspicion
         if times != 1.0:
             first_s, cost_s, own_s = first_s * times, cost_s * times, own_s * times

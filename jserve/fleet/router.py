@@ -166,7 +166,7 @@ class ReplicaRouter:
 
     def _rows(self, replica: int) -> int:
         candidate = self._replicas[replica].candidate
-        return candidate.view.n_rows + candidate.n_sent - candidate.n_ended
+        return candidate.view.n_rows + candidate.n_sent
 
     def _able(self, asked: Asked) -> list[int]:
         """Raises NotReady where there is none."""

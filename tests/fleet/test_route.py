@@ -192,33 +192,31 @@ def test_what_was_sent_counts_until_the_view_says_so():
 
 
 def test_what_ended_counts_until_the_view_says_so():
-    """Two that are full: a request goes where a place became free, whatever the prefix's hash says."""
-    full = view(n_rows=8, n_before=1, wait_s={"standard": 0.2})
+    """Two that are full: a request goes where a place became free, whatever the prefix's hash says, and the next one
+    has to wait."""
+    full = view(n_rows=8, n_before=1, wait_s={"standard": 0.5})
     for freed in (0, 1):
         router = ReplicaRouter(2)
         for i in range(2):
             router.update(i, full)
         router.ended(freed, 1)
-        assert router.choose(asked()).replica == freed
-        assert router.choose(asked(pages=())).first_s > 0.2, "both are full again"
+        choice = router.choose(asked(pages=()))
+        assert (choice.replica, choice.first_s) == (freed, pytest.approx(0.14))
+        assert router.choose(asked(pages=())).first_s > 0.5
         router.update(freed, full)
         assert router.candidates[freed].n_ended == 0
 
 
-def test_the_wait_for_a_place_by_hand():
+@pytest.mark.parametrize(
+    ("n_sent", "n_ended", "wait_s"),
+    [(0, 0, 0.3), (1, 0, 0.3), (0, 2, 0.1), (1, 3, 0.1), (0, 4, 0.0)],
+)
+def test_the_wait_for_a_place_by_hand(n_sent: int, n_ended: int, wait_s: float):
     queue = view(n_rows=10, n_before=3, wait_s={"standard": 0.3})
-    for n_sent, n_ended, wait_s in [
-        (0, 0, 0.3),
-        (1, 0, 0.4),
-        (0, 2, 0.1),
-        (1, 3, 0.1),
-        (0, 4, 0.0),
-    ]:
-        one = Candidate(view=queue, n_sent=n_sent, n_ended=n_ended)
-        choice = route(asked(pages=()), [one], PageIndex())
-        assert choice.first_s == pytest.approx(wait_s + 0.14)
-        rows = 10 + n_sent - n_ended
-        assert choice.cost_s == pytest.approx(choice.first_s + rows * (0.14 + 20 * 1e-4))
+    one = Candidate(view=queue, n_sent=n_sent, n_ended=n_ended)
+    choice = route(asked(pages=()), [one], PageIndex())
+    assert choice.first_s == pytest.approx(wait_s + 0.14)
+    assert choice.cost_s == pytest.approx(choice.first_s + (10 + n_sent) * (0.14 + 20 * 1e-4))
 
 
 def test_the_router_counts_the_work_that_is_sent():
