@@ -60,8 +60,8 @@ class Loadable:
 def why_not(reference: Source, model: Source) -> str:
     """The reason why layers of these cannot be compared; empty: they can."""
     for source in (reference, model):
-        if source.format != "safetensors":
-            return f"{source.name} is {source.format}, not safetensors"
+        if source.format not in ("safetensors", "gguf"):
+            return f"{source.name} is {source.format}, not safetensors or gguf"
     mine, other = (family_for(s.config).arch(s.config) for s in (reference, model))
     try:
         check_dense(mine, "the error of layers")
@@ -76,7 +76,8 @@ def layer_errors(
     """("layer.product", relative error of its output), worst first, each layer on the reference's stream.
 
     Of ``qkv`` queries and keys count, of ``gate_up`` the gate: their other rows may have scales that ``o`` and ``down``
-    give back, whose outputs show them. Empty: the models have different streams, as after a rotation.
+    give back, whose outputs show them. Empty: the models have different streams, as after a rotation or with a
+    quantised embedding.
     """
     arch = family_for(reference.source.config).arch(reference.source.config)
     stream, table = LayerStream(arch, texts[:TEXTS]), reference.embedding()

@@ -1,5 +1,5 @@
 """Replicas as a user meets them: ``jserve serve --replicas 2`` with a chat of the openai SDK whose replica is killed in
-mid-stream, and SIGTERM; a server on somebody else's Ray; ``AsyncLLM(replicas=2)``."""
+mid-stream, and SIGTERM; values of taps; a server on somebody else's Ray; ``AsyncLLM(replicas=2)``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray Serve is not installed: pip install 'jserve[ray]'", allow_module_level=True)
 
 from jserve import LLM, AsyncLLM, SamplingParams
+from tests.whole import test_taps
 from tests.whole.conftest import SMALL_OPTIONS, tiny_dir
 from tests.whole.test_serve import Server
 
@@ -160,6 +161,22 @@ def test_a_chat_outlives_its_replica_and_nothing_outlives_the_server(
 
     assert server.stop() == 0
     assert left(mark) == [], "nothing of Ray is left"
+
+
+@pytest.mark.timeout(600)
+def test_a_replica_gives_values_of_taps(tiny_dir: Path, mark: str, tmp_path: Path) -> None:
+    """The plugin is read where the engine is, and its arrays come back over Serve's handle."""
+    plugin = tmp_path / "own_taps.py"
+    plugin.write_text(test_taps.PLUGIN)
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    options = {**SMALL_OPTIONS, "compile_cache": cache, "allow_taps": True, "plugins": plugin}
+    try:
+        server = Server(tiny_dir, tmp_path / "log", **options, replicas=1)
+        test_taps.check_values(server)
+        assert server.stop() == 0
+    finally:
+        for one in family(mark):
+            one.kill()
 
 
 ELSE = """

@@ -27,6 +27,7 @@ from jserve.weights.safetensors_writer import write_safetensors
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
 from tests.model.driver import Driver
+from tests.weights.test_weights_gguf import Written as Gguf
 from tests.weights.weights_kit import LLAMA, Model
 
 CONFIG = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "torch_dtype": "float32"}
@@ -58,6 +59,23 @@ def test_doubled_scales_of_one_matrix_are_the_worst_error(tmp_path: Path) -> Non
     assert after[0][1] == pytest.approx(1.0, abs=0.1)
 
 
+def test_a_gguf_file_has_errors_of_its_layers(tmp_path: Path) -> None:
+    """The weights that its blocks stand for are their own reference, but for one that is half as large."""
+    kinds = {"blk.0.attn_output.weight": "Q8_0", "blk.1.ffn_down.weight": "Q4_1"}
+    gguf = Gguf(tmp_path, "llama", CONFIG, kinds)
+    wide = Model(tmp_path / "wide", CONFIG, np.float32)
+    wide.tensors = gguf.wide | {DOWN: gguf.wide[DOWN] / 2}
+    wide.single()
+    reference, model = loadable(tmp_path / "wide"), loadable(gguf.path)
+    assert why_not(reference.source, model.source) == ""
+    (worst, off), *others = layer_errors(reference, model, TEXTS)
+    assert worst == "1.down"
+    assert off == pytest.approx(1.0, abs=1e-3)
+    assert len(others) == 7
+    assert others[0][1] < 1e-3
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2, windows and caps": {
         "architectures": ["Gemma2ForCausalLM"],

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import pytest
 
-from jserve import build
+from jserve import build, build_runner
 from jserve.config import EngineConfig
 from jserve.quality.gate import Failure, bounds_of, failures, read_gate
 from jserve.quality.run import QualityWish, judge
 from jserve.quality.texts import shipped
-from jserve.weights import loader
 from jserve.weights.offline.job import quantize
 from jserve.weights.offline.wish import Wish
 from tests.quality import mini_formats
@@ -141,7 +140,7 @@ def test_scales_that_are_not_repeated_with_kv_heads_are_red(
 ) -> None:
     """Over four devices the two kv heads are kept twice each: 0 0 1 1. Planted: their scales as 0 1 0 1."""
     if planted:
-        monkeypatch.setattr(loader, "load", plants.with_swapped_kv_scales(loader.load))
+        monkeypatch.setattr(build_runner, "load", plants.with_swapped_kv_scales(build_runner.load))
     report, failed = judged(directory, quantization="int8", tensor_parallel_size=4)
     assert report["tensor_parallel_size"] == 4
     assert ("mean_kl" in names(failed)) is planted, report["metrics"]

@@ -207,34 +207,45 @@ jserve.register_feature(
 """
 
 
+ASKED: dict[str, Any] = {
+    "model": "tiny-llama",
+    "prompt": "the fox",
+    "max_tokens": 5,
+    "temperature": 0,
+}
+ASKED["extra_body"] = {"ignore_eos": True, "vllm_xargs": {"probe": "prompt", "size": True}}
+
+
+def check_values(server: Server) -> None:
+    """Of ``PLUGIN``'s taps: arrays of the engine's process are nested lists in an answer and in its stream."""
+    ask = client(server).completions.create
+    (choice,) = ask(**ASKED).choices
+    drawn, size = (np.array(choice.extra[name]) for name in ("probe", "size"))
+    prompt = np.array(choice.prompt_extra["probe"])
+    assert drawn.shape == (5, 1, 32)
+    assert prompt.shape[1:] == (1, 32)
+    np.testing.assert_array_equal(prompt[-1], drawn[0])
+    np.testing.assert_allclose((drawn**2).sum(axis=(1, 2)), size, rtol=1e-4)
+    pieces = [c.choices[0] for c in ask(**ASKED, stream=True)]
+    extra = [piece.extra["probe"] for piece in pieces if getattr(piece, "extra", None)]
+    np.testing.assert_array_equal(np.concatenate(extra), drawn)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_server_gives_them_where_it_may(tiny_dir: Path, tmp_path: Path) -> None:
-    """Arrays of the engine's process are nested lists in an answer and in its stream; without the flag a name is
-    refused."""
+    """Without the flag a name is refused."""
     plugin = tmp_path / "own_taps.py"
     plugin.write_text(PLUGIN)
-    asked = {"model": "tiny-llama", "prompt": "the fox", "max_tokens": 5, "temperature": 0}
-    wish: dict[str, Any] = {"ignore_eos": True, "vllm_xargs": {"probe": "prompt", "size": True}}
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     for allowed in (False, True):
         options = SMALL_OPTIONS | {"compile_cache": cache, "allow_taps": allowed}
         server = Server(tiny_dir, tmp_path / "log", **options, plugins=plugin)
         try:
-            ask = client(server).completions.create
-            if not allowed:
+            if allowed:
+                check_values(server)
+            else:
                 with pytest.raises(openai.BadRequestError, match="--allow-taps"):
-                    ask(**asked, extra_body=wish)
-                continue
-            (choice,) = ask(**asked, extra_body=wish).choices
-            drawn, size = (np.array(choice.extra[name]) for name in ("probe", "size"))
-            prompt = np.array(choice.prompt_extra["probe"])
-            assert drawn.shape == (5, 1, 32)
-            assert prompt.shape[1:] == (1, 32)
-            np.testing.assert_array_equal(prompt[-1], drawn[0])
-            np.testing.assert_allclose((drawn**2).sum(axis=(1, 2)), size, rtol=1e-4)
-            pieces = [c.choices[0] for c in ask(**asked, extra_body=wish, stream=True)]
-            extra = [piece.extra["probe"] for piece in pieces if getattr(piece, "extra", None)]
-            np.testing.assert_array_equal(np.concatenate(extra), drawn)
+                    client(server).completions.create(**ASKED)
         finally:
             assert server.stop() == 0
