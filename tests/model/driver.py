@@ -78,7 +78,7 @@ class Driver:
                     self._poison((kv.heads(layer, x), x.width), n_pages, spec) for x in layer.arrays
                 )
             )
-        self._shared = (family, arch, self.attn, self.mesh, rules, self.dims)
+        self._shared = (family, arch, self.attn, self.mesh, _Rules(rules), self.dims)
 
     def _poison(self, size: tuple[int, int], n_pages: int, spec: PartitionSpec) -> jax.Array:
         """A pool full of NaN: unused pages must not be seen."""
@@ -119,6 +119,16 @@ def _kv_spec(layer: KVLayer, attn: AttentionBackend, axes: Axes) -> PartitionSpe
     return PartitionSpec(*(None,) * attn.kv_axis, None if layer.replicated else axes.heads)
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """Rules as part of a key; they hold a mapping, which has no hash."""
+
+    all: ShardRules
+
+    def __hash__(self) -> int:
+        return hash(repr(self.all))
+
+
 @lru_cache(maxsize=32)
 def _compiled(
     bucket: Bucket,
@@ -126,10 +136,11 @@ def _compiled(
     arch: Arch,
     attn: AttentionBackend,
     mesh: Mesh,
-    rules: ShardRules,
+    given: _Rules,
     dims: StepDims,
 ) -> Any:
     """The step of all drivers of such a model."""
+    rules = given.all
     axes, whole = Axes.of(rules, mesh.shape), PartitionSpec()
 
     def step(params: Any, kv: Any, buf: jax.Array) -> Any:

@@ -197,7 +197,9 @@ def test_rotated_queries_meet_rotated_keys() -> None:
     """In float32, where nothing is rounded, the logits stay. Windows with attention sinks have queries of their own."""
     from tests.model import hf
 
-    model, config = hf.tiny("MistralForCausalLM", head_dim=16, sliding_window=13)
+    model, config = hf.tiny(
+        "MistralForCausalLM", head_dim=16, sliding_window=13, num_hidden_layers=1
+    )
     family = family_for(config)
     prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()
     for sinks in (0, 3):

@@ -133,7 +133,7 @@ def test_a_donated_leaf_is_named_and_the_engine_lives(llm: LLM, odd_dir: Path, t
 @pytest.fixture(scope="module")
 def even(tiny_dir: Path) -> Iterator[LLM]:
     """On one device, where nothing is padded."""
-    with LLM(str(tiny_dir), load_format="dummy", **OPTIONS) as made:
+    with LLM(str(tiny_dir), **SMALL_OPTIONS) as made:
         yield made
 
 
