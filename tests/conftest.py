@@ -47,7 +47,7 @@ HEAVY = ("whole", "runner", "model", "kv")
 
 MOST_MAPS, MOST_MAPS_WITHIN = 28_000, 35_000
 """Between modules, and between two tests of one. The largest test adds 17,000."""
-LOOKS_S = 1.0
+LOOKS_S = 2.0
 """A worker is looked at no sooner than this after the last look, but between modules: to count its maps takes longer
 than most tests."""
 MOST_MIB = 1600
