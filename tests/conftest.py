@@ -26,6 +26,8 @@ from typing import Any
 
 import pytest
 
+from tests import programs
+
 XLA_FLAGS = {
     "xla_force_host_platform_device_count": "8",
     "xla_backend_optimization_level": "0",
@@ -45,7 +47,7 @@ HEAVY = ("whole", "runner", "model", "kv")
 
 MOST_MAPS, MOST_MAPS_WITHIN = 28_000, 35_000
 """Between modules, and between two tests of one. The largest test adds 17,000."""
-LOOKS_S = 1.0
+LOOKS_S = 2.0
 """A worker is looked at no sooner than this after the last look, but between modules: to count its maps takes longer
 than most tests."""
 MOST_MIB = 1600
@@ -129,7 +131,12 @@ def _processor() -> str:
 
 
 def _mib(directory: Path) -> float:
-    return sum(file.stat().st_size for file in directory.iterdir()) / 2**20
+    return sum(file.stat().st_size for file in directory.rglob("*")) / 2**20
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: Any) -> None:
+    programs.begin(item.fixturenames)
 
 
 def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import conftest
+from tests import conftest, programs
 
 COMPILE = """
 import jax
@@ -54,6 +54,16 @@ def test_programs_of_other_versions_and_too_many_of_this_one_go(
     assert (conftest.programs_directory(tmp_path) / "a-cache").exists()
     monkeypatch.setattr(conftest, "MOST_PROGRAMS_MIB", 0.5)
     assert list(conftest.programs_directory(tmp_path).iterdir()) == []
+
+
+def test_runners_of_tests_keep_programs_for_one_another() -> None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        pytest.skip("this session has no cache (-p no:cacheprovider)")
+    assert programs.kept() is programs.kept() is not None
+
+
+def test_a_test_that_may_change_code_compiles_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert programs.kept() is None
 
 
 def test_flags_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

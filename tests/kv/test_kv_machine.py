@@ -10,7 +10,7 @@ COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_b
 
 
 def test_random_operations_keep_every_invariant():
-    fast = settings(max_examples=100, stateful_step_count=50, derandomize=True, **COMMON)
+    fast = settings(max_examples=60, stateful_step_count=50, derandomize=True, **COMMON)
     run_state_machine_as_test(CacheMachine, settings=fast)
 
 

@@ -24,6 +24,7 @@ from jserve.runner.runner import ModelRunner
 from jserve.sampling import SamplingParams
 from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
+from tests import programs
 from tests.kv.test_real_reuse import text, tokens_of
 from tests.model.test_sinks import literal
 from tests.runner import harness
@@ -41,7 +42,15 @@ def runner(sinks: int = 0) -> ModelRunner:
     mesh = make_mesh(1)
     config = EngineConfig.of(**OPTIONS | {"attention_sinks": sinks})
     return ModelRunner(
-        LLAMA, WINDOWED, tiny_params(mesh), mesh, config, rules=RULES, ladder=LADDER, strict=True
+        LLAMA,
+        WINDOWED,
+        tiny_params(mesh),
+        mesh,
+        config,
+        rules=RULES,
+        ladder=LADDER,
+        strict=True,
+        files=programs.kept(),
     )
 
 
@@ -112,7 +121,15 @@ def small() -> ModelRunner:
     mesh = make_mesh(1)
     config = EngineConfig.of(**OPTIONS | SMALL)
     return ModelRunner(
-        LLAMA, WINDOWED, tiny_params(mesh), mesh, config, rules=RULES, ladder=LADDER, strict=True
+        LLAMA,
+        WINDOWED,
+        tiny_params(mesh),
+        mesh,
+        config,
+        rules=RULES,
+        ladder=LADDER,
+        strict=True,
+        files=programs.kept(),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jserve.kv_layout import KVLayout
+from jserve.kv_layout import KVLayer, KVLayout
 from jserve.model.arch import Arch
-from jserve.model.attention import backend
+from jserve.model.attention import AttentionBackend, backend
 from jserve.model.ctx import Ctx
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
@@ -68,21 +68,17 @@ class Driver:
         specs = padded(family.specs(arch, tp), rules, self.mesh.shape)
         params = assemble_all(specs, get, dtype)
         self.params = jax.device_put(params, shardings(specs, self.mesh, rules))
-        self.param_specs = partitions(specs, rules)
         kv = KVLayout(layers=arch.kv_layers, page_size=Z, dtype=np.dtype(np.int8), tp=tp)
         self.kv_dtype = self.attn.kv_dtype(kv_dtype)
-        self.kv_specs, self.kv = [], []
+        self.kv = []
         for layer in kv.layers:
-            spec = PartitionSpec(
-                *(None,) * self.attn.kv_axis, None if layer.replicated else self.axes.heads
-            )
-            self.kv_specs.append((spec,) * len(layer.arrays))
+            spec = _kv_spec(layer, self.attn, self.axes)
             self.kv.append(
                 tuple(
                     self._poison((kv.heads(layer, x), x.width), n_pages, spec) for x in layer.arrays
                 )
             )
-        self._fns: dict[Bucket, Any] = {}
+        self._shared = (family, arch, self.attn, self.mesh, _Rules(rules), self.dims)
 
     def _poison(self, size: tuple[int, int], n_pages: int, spec: PartitionSpec) -> jax.Array:
         """A pool full of NaN: unused pages must not be seen."""
@@ -94,30 +90,12 @@ class Driver:
         self, bucket: Bucket, decode: Sequence[Row] = (), prefill: Sequence[Row] = ()
     ) -> np.ndarray:
         """float32[T, V]: logits of every token of the step, padding included."""
-        if bucket not in self._fns:
-            self._fns[bucket] = self._compile(bucket)
         buf = pack(bucket, self.dims, self.attn, decode, prefill)
-        out, self.kv = self._fns[bucket](self.params, self.kv, buf)
+        out, self.kv = self._compile(bucket)(self.params, self.kv, buf)
         return np.asarray(out)
 
     def _compile(self, bucket: Bucket) -> Any:
-        whole = PartitionSpec()
-        kv = self.kv_specs
-        fn = jax.shard_map(
-            partial(self._step, bucket),
-            mesh=self.mesh,
-            in_specs=(self.param_specs, kv, whole),
-            out_specs=(whole, kv),
-            check_vma=False,
-        )
-        return jax.jit(fn, donate_argnums=(1,))
-
-    def _step(self, bucket: Bucket, params: Any, kv: Any, buf: jax.Array) -> Any:
-        fields = layout(bucket, self.dims, self.attn.plan_shapes(bucket, self.dims))
-        zeros = jnp.zeros(self.dims.C, jnp.int32)
-        view = unpack(buf, fields, bucket, self.dims, NoSlots(zeros, zeros))
-        x_TD, kv = self.family.forward(Ctx.of(self.arch, view, self.attn, self.axes), params, kv)
-        return self.family.logits(self.arch, params, x_TD, self.axes), kv
+        return _compiled(bucket, *self._shared)
 
     def greedy(self, prompt: Sequence[int], n: int) -> tuple[np.ndarray, list[int]]:
         """(logits of the prompt, n greedy tokens): the prompt in one step, then one decode row a
@@ -134,3 +112,51 @@ class Driver:
             out = self.step(bucket, decode=[Row(pages, at, tokens[-1:])])
             tokens.append(int(out[0].argmax()))
         return first, tokens
+
+
+def _kv_spec(layer: KVLayer, attn: AttentionBackend, axes: Axes) -> PartitionSpec:
+    """Of each of a layer's arrays."""
+    return PartitionSpec(*(None,) * attn.kv_axis, None if layer.replicated else axes.heads)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Rules as part of a key; they hold a mapping, which has no hash."""
+
+    all: ShardRules
+
+    def __hash__(self) -> int:
+        return hash(repr(self.all))
+
+
+@lru_cache(maxsize=32)
+def _compiled(
+    bucket: Bucket,
+    family: Family,
+    arch: Arch,
+    attn: AttentionBackend,
+    mesh: Mesh,
+    given: _Rules,
+    dims: StepDims,
+) -> Any:
+    """The step of all drivers of such a model."""
+    rules = given.all
+    axes, whole = Axes.of(rules, mesh.shape), PartitionSpec()
+
+    def step(params: Any, kv: Any, buf: jax.Array) -> Any:
+        fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
+        zeros = jnp.zeros(dims.C, jnp.int32)
+        view = unpack(buf, fields, bucket, dims, NoSlots(zeros, zeros))
+        x_TD, kv = family.forward(Ctx.of(arch, view, attn, axes), params, kv)
+        return family.logits(arch, params, x_TD, axes), kv
+
+    specs = padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
+    kv_specs = [(_kv_spec(x, attn, axes),) * len(x.arrays) for x in arch.kv_layers]
+    fn = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(partitions(specs, rules), kv_specs, whole),
+        out_specs=(whole, kv_specs),
+        check_vma=False,
+    )
+    return jax.jit(fn, donate_argnums=(1,))

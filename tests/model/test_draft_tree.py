@@ -53,8 +53,9 @@ def test_a_chain_is_accepted_as_a_tree_that_is_one() -> None:
     rng = np.random.default_rng(1)
     args = [jnp.asarray(rng.integers(0, 2, (300, 4)), jnp.int32) for _ in range(2)]
     count_R = jnp.asarray(rng.integers(1, 5, 300), jnp.int32)
-    n_ok_R, path_RJ = accept_tree(*args, count_R, tree.mask_of(tree.chain(3)))
-    np.testing.assert_array_equal(n_ok_R, accept(*args, count_R))
+    as_tree = jax.jit(partial(accept_tree, mask=tree.mask_of(tree.chain(3))))
+    n_ok_R, path_RJ = as_tree(*args, count_R)
+    np.testing.assert_array_equal(n_ok_R, jax.jit(accept)(*args, count_R))
     np.testing.assert_array_equal(path_RJ, np.tile(np.arange(4), (300, 1)))
 
 

@@ -37,6 +37,13 @@ CASES = (
     *("gpt-oss", "llama4", "deepseek-v2", "deepseek-v3"),
 )
 BUCKET = Bucket(D=2, P=40, F=1)
+FEWER = {
+    "gemma3": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
+    "cohere2": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt-oss": {"num_hidden_layers": 2},
+    "deepseek-v3": {"num_hidden_layers": 2},
+}
+"""One layer of each kind where ``test_parity`` has more."""
 QUICK = ("gemma3", "phi3-longrope", "deepseek-v3")
 """A norm on each head, fused tensors, latents: what splits differently from Llama."""
 
@@ -101,7 +108,7 @@ def of_case(case: str) -> Callable[..., np.ndarray]:
     from tests.model import hf
     from tests.model.test_parity import CASES as OF
 
-    model, config = hf.tiny(OF[case][0], **OF[case][1])
+    model, config = hf.tiny(OF[case][0], **OF[case][1] | FEWER.get(case, {}))
     family = family_for(config)
     arch, get = family.arch(config), hf.weights(model)
     prompt = np.random.default_rng(1).integers(0, 128, 39).tolist()

@@ -60,13 +60,14 @@ def test_a_threshold_by_parts_is_the_threshold(monkeypatch: pytest.MonkeyPatch) 
     ]
     rows = [(SamplingParams(**kw), Context(prompt=[0], output=[])) for kw in limits]
     draws, _ = draws_of(rows)
+    whole, parted = jax.jit(sampling.threshold), jax.jit(lambda *a: sampling.threshold(*a))
     for i in range(E):
         x = np.broadcast_to(logits()[i], (len(rows), V))
         scaled_EV = jnp.asarray(x - x.max(1, keepdims=True))
-        want = np.asarray(jax.jit(sampling.threshold)(scaled_EV, draws))
+        want = np.asarray(whole(scaled_EV, draws))
         with monkeypatch.context() as patch:
             patch.setattr(vocab_part.local, "largest", by_parts)
-            got = np.asarray(jax.jit(lambda *a: sampling.threshold(*a))(scaled_EV, draws))
+            got = np.asarray(parted(scaled_EV, draws))
         kept = [(np.asarray(scaled_EV) >= t[:, None]).sum(1) for t in (got, want)]
         # A mass within rounding of top_p may move the border by a token where they lie densely.
         apart = np.abs(kept[0] - kept[1])

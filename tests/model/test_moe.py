@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ ROUTERS = {
 T, X = 6, 3
 COUNTS = {True: (3, 7, 8, 11), False: (8, 12, 20)}
 """Numbers of experts, without groups and with four of them; most are a multiple of nothing else."""
+ROUTE = jax.jit(route, static_argnums=(0, 3))
 HALVES = st.integers(-4, 4).map(lambda n: n / 2)
 """So few values that many are equal."""
 
@@ -84,9 +85,9 @@ def test_a_router_chooses_what_sorting_chooses(name: str, data: st.DataObject) -
     logits_TE = np.array(data.draw(st.lists(HALVES, min_size=T * E, max_size=T * E)), np.float32)
     logits_TE = logits_TE.reshape(T, E)
     bias_E = np.array(data.draw(st.lists(HALVES, min_size=E, max_size=E)), np.float32)
-    p = {"router": jnp.eye(E), "router_bias": bias_E, "choice_bias": bias_E}
+    p = {"router": np.eye(E, dtype=np.float32), "router_bias": bias_E, "choice_bias": bias_E}
     real_T = np.array(data.draw(st.lists(st.booleans(), min_size=T, max_size=T)))
-    expert_TX, weight_TX = route(router, p, jnp.asarray(logits_TE), X, real_T)
+    expert_TX, weight_TX = map(np.asarray, ROUTE(router, p, logits_TE, X, real_T))
     for t in range(T):
         experts, weights = brute(router, logits_TE[t], bias_E)
         assert expert_TX[t].tolist() == (experts if real_T[t] else [E] * X)
@@ -124,7 +125,12 @@ def params(moe: Moe, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, jax.A
 def outputs(form: str, moe: Moe, p: Any, x: Any, expert: Any, weight: Any) -> np.ndarray:
     """What ``routed`` gives with this form."""
     args = jnp.asarray(x), jnp.asarray(expert, jnp.int32), jnp.asarray(weight, jnp.float32)
-    return np.asarray(jax.jit(partial(through, FORMS[form], moe))(p, *args))
+    return np.asarray(_compiled(form, moe)(p, *args))
+
+
+@lru_cache
+def _compiled(form: str, moe: Moe) -> Any:
+    return jax.jit(partial(through, FORMS[form], moe))
 
 
 def expected(moe: Moe, p: Any, x_TD: np.ndarray, expert_TX: Any, weight_TX: Any) -> np.ndarray:
@@ -223,14 +229,20 @@ def test_padding_costs_no_tile() -> None:
     assert int(Tiles.of(jnp.full((4, 2), 5), 5, 2).n) == 0
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def cut(expert_TX: jax.Array, E: int, Q: int) -> tuple[jax.Array, ...]:
+    """(order_A, expert_I, first_I, n) of the tiles."""
+    tiles = Tiles.of(expert_TX, E, Q)
+    return tiles.order_A, tiles.expert_I, tiles.first_I, tiles.n
+
+
 @settings(max_examples=30, deadline=None)
 @given(expert=ROUTINGS, Q=st.sampled_from([1, 3, 16]))
 def test_tiles_have_every_assignment_once(expert: list[list[int]], Q: int) -> None:
     flat = np.ravel(expert)
-    tiles = Tiles.of(jnp.array(expert), 5, Q)
-    order, seen = tiles.order_A.tolist(), []
-    for i in range(int(tiles.n)):
-        first, e = int(tiles.first_I[i]), int(tiles.expert_I[i])
+    order, expert_I, first_I, n = (x.tolist() for x in cut(np.array(expert), 5, Q))
+    seen = []
+    for first, e in list(zip(first_I, expert_I, strict=True))[:n]:
         rows = [a for a in order[first : first + Q] if flat[a] == e]
         assert rows, "an empty tile"
         seen += rows
@@ -248,14 +260,13 @@ def test_a_token_has_the_same_bits_in_every_batch(
     p["router"] = jnp.asarray(np.random.default_rng(5).standard_normal((MOE.E, size[0])) * 0.3)
     x = drawn(70, MOE)[0]
 
+    @jax.jit
+    def one(p: Any, x: jax.Array, real: jax.Array) -> jax.Array:
+        return routed(MOE, p, x, *route(router, p, x, MOE.X, real))
+
     def run(x: np.ndarray, bucket: int) -> np.ndarray:
-        real = np.arange(bucket) < len(x)
         padded = np.resize(x, (bucket, x.shape[1]))
-
-        def one(p: Any, x: jax.Array) -> jax.Array:
-            return routed(MOE, p, x, *route(router, p, x, MOE.X, real))
-
-        return np.asarray(jax.jit(one)(p, padded))[: len(x)]
+        return np.asarray(one(p, padded, np.arange(bucket) < len(x)))[: len(x)]
 
     whole = run(x, 70)
     for bucket in (2, 3, 16, 40, 128):

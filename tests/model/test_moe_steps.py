@@ -114,6 +114,7 @@ def test_padding_routes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles_of_one_token(monkeypatch, M=7) == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_router_that_routes_padding_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the test before this one counts."""
     real = moe.route

@@ -72,7 +72,10 @@ def test_only_models_with_two_kinds_of_factors_choose_between_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("bucket", [Bucket(D=6, P=0, F=0), Bucket(D=4, P=32, F=2)])
+@pytest.mark.parametrize(
+    "bucket",
+    [Bucket(D=4, P=32, F=2), pytest.param(Bucket(D=6, P=0, F=0), marks=pytest.mark.slow)],
+)
 def test_kv_is_updated_in_place(bucket: Bucket, dtype: Any) -> None:
     program = compiled(bucket, dtype)
     memory = program.memory_analysis()

@@ -32,6 +32,7 @@ from jserve.sampling import SamplingParams
 from jserve.speculation.drafters.drafter import REPLICATED
 from jserve.speculation.drafters.load import LoadedDrafter
 from jserve.types import Request, RowPlan, Sequence, SlotLoad, StepPlan, StepResult
+from tests import programs
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -116,7 +117,7 @@ def make_runner(
         ladder=None if buckets is None else Ladder(buckets=tuple(buckets)),
         speculation=None if speculation is None else speculation(mesh),
         strict=strict,
-        files=files,
+        files=files or programs.kept(),
     )
 
 

@@ -32,6 +32,7 @@ from jserve.sched.scheduler import Scheduler
 from jserve.types import Request
 from jserve.weights.loader import load
 from jserve.weights.source import Source
+from tests import programs
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -81,8 +82,9 @@ def runner(ep: int = 1, tp: int = 1, family: Family | None = None, **options: An
     family, mesh = family or family_for(CONFIG), make_mesh(tp, ep=ep)
     arch, config = family.arch(CONFIG), EngineConfig.of(**OPTIONS | options)
     rules = ShardRules.of_mesh(mesh.shape, config.device.num_redundant_experts)
-    params, ladder = weights(mesh, rules, family), Ladder(buckets=BUCKETS)
-    return ModelRunner(family, arch, params, mesh, config, rules=rules, ladder=ladder, strict=True)
+    given = family, arch, weights(mesh, rules, family), mesh, config
+    made: dict[str, Any] = {"rules": rules, "ladder": Ladder(buckets=BUCKETS), "strict": True}
+    return ModelRunner(*given, **made, files=programs.kept())
 
 
 def _source() -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jserve.model.mesh import abstract_mesh
 from jserve.model.shard import ShardRules
 from jserve.model.step import make_step
 from jserve.model.view import Bucket, buffer_size
+from jserve.runner.runner import ModelRunner
 from jserve.sharding import Sharding
 from jserve.sizing.explain import traced
 from jserve.sizing.models import find
@@ -50,6 +52,11 @@ def abstract_buf(model: Any, bucket: Bucket) -> Any:
     return jax.ShapeDtypeStruct((buffer_size(model.fields(bucket)),), np.int32)
 
 
+@lru_cache(maxsize=1)
+def over_two() -> ModelRunner:
+    return make_runner(STEPS, tp=2)
+
+
 @pytest.mark.slow
 def test_of_one_device_the_twin_is_the_step() -> None:
     runner = make_runner(STEPS)
@@ -68,7 +75,7 @@ def test_a_cost_counts_the_collectives_of_the_program_and_times_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of times that are given: each pair is a step and its twin."""
-    runner = make_runner(STEPS, tp=2)
+    runner = over_two()
     before = runner.state
     ticks = iter([0.0] * 2 * WARM + [0.0, 0.5, 0.0, 0.2] * 3)
     monkeypatch.setattr("jserve.sizing.twin.time.perf_counter", lambda: next(ticks))
@@ -90,7 +97,7 @@ def test_a_cost_counts_the_collectives_of_the_program_and_times_both(
 
 def test_a_twin_is_compiled_as_the_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise what differs is the compiler's work too."""
-    runner = make_runner(STEPS, tp=2)
+    runner = over_two()
     options = {"xla_backend_optimization_level": "1"}
     monkeypatch.setattr(runner.programs, "options", options)
     compile, asked = jax.stages.Lowered.compile, []

@@ -108,9 +108,12 @@ def test_the_table_of_the_docs_is_what_is_served() -> None:
     assert forms_in_docs() == want
 
 
+_WIDENED = jax.jit(widened)
+
+
 def wide(params: Any) -> Any:
     return jax.tree.map(
-        lambda x: widened(x) if isinstance(x, QTensor) else x,
+        lambda x: _WIDENED(x) if isinstance(x, QTensor) else x,
         params,
         is_leaf=lambda x: isinstance(x, QTensor),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ SMALL_OPTIONS = {  # of all doors, so that engines share programs, and there are
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
     "max_model_len": 160,
-    "compile_cache": "",
+    "compile_cache": os.environ.get("JAX_COMPILATION_CACHE_DIR", ""),
     "prompt_logprobs": False,
 }
 

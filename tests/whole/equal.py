@@ -38,6 +38,7 @@ from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
 from jserve.weights.source import Source
+from tests import programs
 from tests.model.assembly import assemble_all
 
 V = 96
@@ -115,7 +116,15 @@ def make_runner(
     drafts = None if speculation is None else speculation(arch, params, mesh)
     config = EngineConfig.of(**OPTIONS | options)
     return ModelRunner(
-        family, arch, params, mesh, config, rules=rules, ladder=ladder, speculation=drafts
+        family,
+        arch,
+        params,
+        mesh,
+        config,
+        rules=rules,
+        ladder=ladder,
+        speculation=drafts,
+        files=programs.kept(),
     )
 
 
@@ -146,6 +155,7 @@ def runner_of(
         rules=rules,
         ladder=Ladder(buckets=tuple(buckets)),
         speculation=None if speculation is None else speculation(arch, params, mesh),
+        files=programs.kept(),
     )
 
 

@@ -27,18 +27,30 @@ PARAMS = [
     SamplingParams(
         temperature=1.0, max_tokens=30, structured_outputs=StructuredOutputs(regex="(fox|dog){3,9}")
     ),
-    SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True),
 ]
+SCORED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+PROMPTS = ["the quick", "fox " * 20, "brown", "a"]
 
 
 @pytest.fixture(scope="module")
 def journal(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of requests of every kind, with so few pages that some are preempted."""
-    path = tmp_path_factory.mktemp("journal") / "run.journal"
-    options = SMALL_OPTIONS | {"n_pages": 22, "page_size": 8, "prompt_logprobs": True}
+    """Of several kinds of requests, with so few pages that some are preempted."""
+    return recorded(tiny_dir, tmp_path_factory.mktemp("journal"), PROMPTS, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def scored(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of prompts with log-probabilities too."""
+    root, prompts = tmp_path_factory.mktemp("scored"), [*PROMPTS, "lazy dog " * 9]
+    return recorded(tiny_dir, root, prompts, [*PARAMS, SCORED], prompt_logprobs=True)
+
+
+def recorded(
+    tiny_dir: Path, root: Path, prompts: list[str], params: list[SamplingParams], **more: Any
+) -> Path:
+    path, options = root / "run.journal", SMALL_OPTIONS | {"n_pages": 22, "page_size": 8} | more
     with LLM(str(tiny_dir), **options, journal=str(path)) as made:
-        prompts = ["the quick", "fox " * 20, "brown", "a", "lazy dog " * 9]
-        made.generate(prompts, PARAMS, use_tqdm=False)
+        made.generate(prompts, params, use_tqdm=False)
         assert made._engine.scheduler.stats().preemptions > 0
     return path
 
@@ -56,12 +68,10 @@ def test_every_decision_is_the_same(journal: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_token_is_the_same_and_one_that_is_not_is_named(
-    journal: Path, tmp_path: Path
-) -> None:
-    done = run(journal, "--device")
+def test_every_token_is_the_same_and_one_that_is_not_is_named(scored: Path, tmp_path: Path) -> None:
+    done = run(scored, "--device")
     assert done.exit_code == 0, done.output
-    events = [msgspec.json.decode(line, type=Event) for line in journal.read_bytes().splitlines()]
+    events = [msgspec.json.decode(line, type=Event) for line in scored.read_bytes().splitlines()]
     commits = [(i, e) for i, e in enumerate(events) if isinstance(e, Committed)]
     drawn = [(i, e) for i, e in commits if e.n_ok.numpy().any()]
     n = int(done.stdout.split(" tokens computed again")[0].split()[-1])

@@ -25,6 +25,7 @@ from jserve.weights import orbax
 from jserve.weights.adapters import AdapterDelta
 from jserve.weights.layout import split
 from jserve.weights.place import named
+from tests.whole.conftest import SMALL_OPTIONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
@@ -32,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "max_model_len": 96,
     "page_size": 8,
-    "compile_cache": "",
+    "compile_cache": SMALL_OPTIONS["compile_cache"],
     "prompt_logprobs": False,
     "structured_outputs": False,
 }
@@ -132,7 +133,7 @@ def test_a_donated_leaf_is_named_and_the_engine_lives(llm: LLM, odd_dir: Path, t
 @pytest.fixture(scope="module")
 def even(tiny_dir: Path) -> Iterator[LLM]:
     """On one device, where nothing is padded."""
-    with LLM(str(tiny_dir), load_format="dummy", **OPTIONS) as made:
+    with LLM(str(tiny_dir), **SMALL_OPTIONS) as made:
         yield made
 
 
