@@ -151,7 +151,7 @@ class EngineHost:
             timer.start()
 
     async def door(self, name: str) -> Door:
-        """Where fronts connect. ``name`` is this replica's, for whoever routes the call."""
+        """The door for fronts. ``name`` is this replica's, for whoever routes the call."""
         return await self._server.door()
 
     # -- fronts, on the event loop

@@ -54,7 +54,7 @@ SILENT_S = 15.0
 
 
 class Door(NamedTuple):
-    """Where a replica listens, and the key that it lets in."""
+    """The address at which a replica listens, and the key that it lets in."""
 
     host: str
     port: int
@@ -166,7 +166,7 @@ class FrontServer:
         self._starting = asyncio.Lock()
 
     async def door(self) -> Door:
-        """Where it listens, from now on at the latest. On one event loop.
+        """The address at which it listens from now on, and its key. On one event loop.
 
         Raises:
             OSError: it cannot listen there.
@@ -279,7 +279,7 @@ class FrontClient:
             on_message(Gone(exit_code=EXIT_CRASH))
 
     async def _converse(self, on_message: OnMessage) -> str:
-        """Why it ended."""
+        """The conversation; the reason of its end."""
         host, port, key = await self._door()
         over: asyncio.Future[str] = self._loop.create_future()
 
