@@ -68,6 +68,15 @@ def test_an_idle_replica_makes_nobody_wait():
     assert Replica().wait_s() == 0.0
 
 
+def test_a_newcomer_waits_for_as_many_ends_as_it_says():
+    replica = Replica(slots=2)
+    before = [0, 0, 1, 2, 3]
+    for n in before:
+        assert view_of(replica.engine.scheduler, 0).n_before == n
+        replica.send(1, 500)
+        replica.engine.step()
+
+
 def test_a_token_of_an_answer_costs_its_share_of_a_full_step():
     """Of rows as long as the longest of late 400 pages of 8 tokens hold more than two slots take, and fewer than 64."""
     for slots in (2, 64):

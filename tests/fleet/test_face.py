@@ -18,6 +18,7 @@ from jserve.config import EngineConfig
 from jserve.engine.wire import Control, HandleCommand, Outputs
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, EngineDead, JserveError
 from jserve.fleet.face import FleetEngine
+from jserve.fleet.link import Door, FrontClient
 from jserve.fleet.member import OVERDUE_S
 from jserve.llm import LLM
 from jserve.outputs import PartialOutput, RequestOutput
@@ -173,6 +174,38 @@ async def test_what_another_replica_says_of_a_request_is_dropped():
         fleet.received(other, Outputs(step=1, outputs=[late]))
         assert fleet.counters["dropped_outputs"] == 1
         assert await running == whole
+
+
+async def test_a_replica_that_cannot_be_connected_to_again_is_lost_once(monkeypatch):
+    """Serve has not yet heard of its end: the front tries again and again."""
+    tries: list[str] = []
+
+    async def door() -> Door:
+        tries.append("")
+        raise ConnectionRefusedError
+
+    async with World(2) as world:
+        fleet, source = world.fleet, world.source
+        name = fleet.members[0].name
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "client", lambda name: FrontClient(door))
+            source.clients[name].cut()
+            await until(lambda: len(tries) > 2)
+        assert fleet.counters["engine_deaths"] == 1
+        await until(lambda: len(fleet.members) == 2)
+
+
+async def test_what_ends_leaves_a_place_at_its_replica():
+    async with World(2) as world:
+        fleet, ended = world.fleet, [0, 0]
+        one = fleet.members[1]
+        outputs = [
+            Output(request_id="gone", index=0, token_ids=(1,), finish=Finish.STOP),
+            Output(request_id="gone too", index=0, token_ids=(1,)),
+        ]
+        fleet.received(one, Outputs(step=1, outputs=outputs))
+        ended[one.number] = 1
+        assert [each.n_ended for each in fleet._router.candidates] == ended
 
 
 async def test_with_no_replica_left_requests_wait_for_the_next():

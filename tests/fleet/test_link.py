@@ -116,10 +116,16 @@ async def test_another_key_is_not_let_in():
 
 @pytest.mark.parametrize(
     "words",
-    [b"GET / HTTP/1.1\r\n\r\n", framed(b""), framed(b"x" * 32), b"\xff" * 5000, b"\0" * 5000],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        framed(b"x" * 32),
+        b"\xff" * 300,
+        b"\0" * 300,
+        (1 << 20).to_bytes(4, "little") + b"\0" * 300,
+    ],
 )
-async def test_a_stranger_is_not_let_in(words, monkeypatch):
-    monkeypatch.setattr(link_module, "HELLO_S", 0.2)
+async def test_a_stranger_is_not_let_in(words):
+    """At once, however much it announces."""
     replica = Replica()
     reader, writer = await stranger(replica)
     writer.write(words)
@@ -132,9 +138,11 @@ async def test_a_stranger_is_not_let_in(words, monkeypatch):
     assert (len(replica.links), replica.said) == (1, [])
 
 
-async def test_whoever_connects_and_says_nothing_is_let_go(monkeypatch):
+@pytest.mark.parametrize("words", [b"", framed(b"")])
+async def test_whoever_connects_and_says_nothing_is_let_go(words, monkeypatch):
     monkeypatch.setattr(link_module, "HELLO_S", 0.2)
     reader, writer = await stranger(Replica())
+    writer.write(words)
     assert await asyncio.wait_for(reader.read(), 5.0) == b""
     writer.close()
 
