@@ -78,7 +78,8 @@ class Driver:
                     self._poison((kv.heads(layer, x), x.width), n_pages, spec) for x in layer.arrays
                 )
             )
-        self._shared = (family, arch, self.attn, self.mesh, _Rules(rules), self.dims)
+        self.param_specs = partitions(specs, rules)
+        self._shared = (family, arch, self.attn, self.mesh, _Hashed(rules), self.dims)
 
     def _poison(self, size: tuple[int, int], n_pages: int, spec: PartitionSpec) -> jax.Array:
         """A pool full of NaN: unused pages must not be seen."""
@@ -95,7 +96,7 @@ class Driver:
         return np.asarray(out)
 
     def _compile(self, bucket: Bucket) -> Any:
-        return _compiled(bucket, *self._shared)
+        return _compiled(bucket, *self._shared, _Hashed(self.param_specs))
 
     def greedy(self, prompt: Sequence[int], n: int) -> tuple[np.ndarray, list[int]]:
         """(logits of the prompt, n greedy tokens): the prompt in one step, then one decode row a
@@ -120,13 +121,13 @@ def _kv_spec(layer: KVLayer, attn: AttentionBackend, axes: Axes) -> PartitionSpe
 
 
 @dataclass(frozen=True)
-class _Rules:
-    """Rules as part of a key; they hold a mapping, which has no hash."""
+class _Hashed:
+    """What holds mappings, as part of a key."""
 
-    all: ShardRules
+    value: Any
 
     def __hash__(self) -> int:
-        return hash(repr(self.all))
+        return hash(repr(self.value))
 
 
 @lru_cache(maxsize=32)
@@ -136,12 +137,12 @@ def _compiled(
     arch: Arch,
     attn: AttentionBackend,
     mesh: Mesh,
-    given: _Rules,
+    rules: _Hashed,
     dims: StepDims,
+    param_specs: _Hashed,
 ) -> Any:
     """The step of all drivers of such a model."""
-    rules = given.all
-    axes, whole = Axes.of(rules, mesh.shape), PartitionSpec()
+    axes, whole = Axes.of(rules.value, mesh.shape), PartitionSpec()
 
     def step(params: Any, kv: Any, buf: jax.Array) -> Any:
         fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
@@ -150,12 +151,11 @@ def _compiled(
         x_TD, kv = family.forward(Ctx.of(arch, view, attn, axes), params, kv)
         return family.logits(arch, params, x_TD, axes), kv
 
-    specs = padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
     kv_specs = [(_kv_spec(x, attn, axes),) * len(x.arrays) for x in arch.kv_layers]
     fn = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(partitions(specs, rules), kv_specs, whole),
+        in_specs=(param_specs.value, kv_specs, whole),
         out_specs=(whole, kv_specs),
         check_vma=False,
     )
