@@ -117,7 +117,7 @@ def forward(
     taps: Sequence[str] = (),
     add: Mapping[str, Any] | None = None,
 ) -> Any:
-    """float32[T, D] after the final norm; with ``taps`` (that, {point: float32[T, D]}).
+    """float32[T, D] after the final norm; with ``taps`` (that, {point: float32[T, D], of heads [T, N, H]}).
 
     Args:
         tokens: int32[T].
@@ -145,9 +145,14 @@ def forward(
         x_TD, _, found = model.family.tapped(ctx, params, kv, points)
     else:
         x_TD, _ = model.family.forward(ctx, params, kv)
-    too_far_T1 = view.pos_T[:, None] >= (longest or T)
-    x_TD, *found = (jnp.where(too_far_T1, jnp.nan, y_TD)[:T] for y_TD in (x_TD, *found))
+    reached_T = view.pos_T < (longest or T)
+    x_TD, *found = (_where(reached_T, y)[:T] for y in (x_TD, *found))
     return (x_TD, dict(zip(points, found, strict=True))) if taps else x_TD
+
+
+def _where(kept_T: jax.Array, x: jax.Array) -> jax.Array:
+    """``x``, [T, ...], with NaN at other tokens."""
+    return jnp.where(kept_T.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
 
 
 def lens(model: FunctionalModel, params: Any, x_TD: jax.Array) -> jax.Array:

@@ -5,26 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 
-from jserve import build
+from jserve import build, shard_live, xla
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.progress import start_progress
-from jserve.sampling import SamplingParams
+from jserve.shard_live import Answers, Live, items_of
 from jserve.sharding import Sharding
 from jserve.sizing import show_compare
-from jserve.sizing.explain import BUCKETS
 from jserve.sizing.show_compare import Row
-from jserve.types import Request
 
 if TYPE_CHECKING:
     from jserve.sizing.compare import Priced
@@ -32,33 +28,8 @@ if TYPE_CHECKING:
 
 ROOM = ("memory_utilization", "kv_memory_gb", "n_pages")
 """The fields of errors about weights that leave no room for KV."""
-DECODE, ROWS = 0, BUCKETS[0].D
-"""Number of the step of eight sequences among those that are priced, and its sequences."""
-PACED_TOKENS = 48
-"""Of each sequence whose tokens are timed."""
-TIMED_STEPS = 15
-"""Of each program whose collectives are timed."""
-Answers = dict[str, tuple[int, ...]]
-"""Id of a request -> the tokens that it drew."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """A trace run under one sharding on the devices there are."""
-
-    answers: Answers
-    wall_s: float
-    n_drawn: int
-    step_ms: float
-    """Between two tokens of a sequence where each group decodes as many as the priced step has: the median over
-    sequences of each one's mean."""
-    dtype: str
-    """Of the weights."""
-    programs: tuple[StepCost, ...] = ()
-    """Those of the priced steps, and what their collectives cost; () where XLA chose these (mode auto)."""
-    first_other: str = ""
-    """The first request whose tokens are others than under the first sharding; empty: none is."""
-    n_other: int = 0
+DECODE = 0
+"""Number of the step of eight sequences among those that are priced."""
 
 
 def bench_shard(
@@ -110,7 +81,8 @@ def bench_shard(
 
         compiler.check(device)
     model, counted = config.model.model or str(build.shipped()), lengths_of(lengths)
-    items = _items(config, model, trace) if live or simulate else []
+    items = items_of(config, trace) if live or simulate else []
+    environ = xla.leave_memory() if live else {}
     rows: list[Row] = [{"spec": spec, "refused": ""} for spec in specs]
     for row in rows:
         _price(row, lambda spec: priced(model, spec, device, config, lengths=counted))
@@ -122,7 +94,7 @@ def bench_shard(
             if "simulated" in row:
                 row["simulated"] |= _per_m_tokens(row, hour_usd)
     if live:
-        _each(rows, "live", lambda spec: _run(config, spec, items, console))
+        _each(rows, "live", lambda spec: shard_live.ran(config, spec, trace, environ))
     runs = _compared(rows)
     about = {"model": model, "device": device, "rank_correlation": _rank_correlation(rows)}
     if plot is not None:
@@ -135,21 +107,6 @@ def bench_shard(
         )
     differ = any(run.n_other and run.dtype == "float32" for run in runs)
     return 1 if differ or any(row["refused"] for row in rows) else 0
-
-
-def _items(config: EngineConfig, model: str, trace: str) -> Sequence[Any]:
-    """The requests that ``trace`` names: as of ``load_trace``, or the lines of an OpenAI batch file, all at once."""
-    from jserve.sim import recorded, study
-    from jserve.sizing.models import find
-
-    if not recorded.is_batch(Path(trace)):
-        return study.load_trace(trace, config.model.seed)
-    from jserve.serve_commands import batch_requests
-
-    arch = find(model, max_model_len=config.model.max_model_len).arch
-    longest = config.model.max_model_len or arch.max_position
-    asked = batch_requests(config, Path(trace), vocab_size=arch.V, max_model_len=longest)
-    return recorded.of_requests(asked, longest)
 
 
 def _price(row: Row, price: Callable[[Sharding], Priced]) -> None:
@@ -169,9 +126,11 @@ def _each(rows: Sequence[Row], name: str, make: Callable[[Sharding], Any]) -> No
 
 @contextmanager
 def _refusal(row: Row) -> Iterator[None]:
-    """Within, an error that is about the row's sharding is noted in the row."""
+    """Within, an error that is about the row's sharding is noted in the row, and the end of its process."""
     try:
         yield
+    except shard_live.RunFailed as error:
+        row["refused"] = error.message
     except ConfigError as error:
         field = error.field or ""
         if field.partition(".")[0] != "sharding" and field not in ROOM:
@@ -218,84 +177,6 @@ def _per_m_tokens(row: Row, hour_usd: float) -> dict[str, float | None]:
         "device_hours_per_m_tokens": round(hours, 4),
         "usd_per_m_tokens": round(hours * hour_usd, 4) if hour_usd else None,
     }
-
-
-def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console: Any) -> Live:
-    # No request of a trace has a structure, and programs with masks are a third of what there is to compile.
-    device = dataclasses.replace(config.device, sharding=str(sharding), structured_outputs=False)
-    with start_progress(console) as progress:
-        engine, info = build.engines(dataclasses.replace(config, device=device), progress)
-    try:
-        limits = build.each_of(engine)[0].scheduler.limits
-        for request in _requests(items, limits.vocab_size, limits.max_model_len):
-            engine.submit(request)
-        began, drawn = time.monotonic(), dict[str, tuple[int, ...]]()
-        for out in engine.drain():
-            if out.error is not None:
-                raise ConfigError(f"{out.request_id}: {out.error}", field="trace")
-            drawn[out.request_id] = (*drawn.get(out.request_id, ()), *out.token_ids)
-        wall_s = time.monotonic() - began
-        step_ms = _step_ms(engine, min(ROWS, limits.n_slots) * sharding.dp, limits.max_model_len)
-        programs = () if sharding.mode == "auto" else _costs(build.each_of(engine)[0].runner)
-    finally:
-        build.close(engine)
-    n_drawn = sum(map(len, drawn.values()))
-    return Live(
-        answers=drawn,
-        wall_s=wall_s,
-        n_drawn=n_drawn,
-        step_ms=step_ms,
-        dtype=info["dtype"],
-        programs=programs,
-    )
-
-
-def _costs(runner: Any) -> tuple[StepCost, ...]:
-    """Of the programs of an engine that take the priced steps, or its largest ones."""
-    from jserve.sizing.twin import step_cost
-
-    decode = [b for b in runner.plain_buckets if not b.P]
-    prefill = [b for b in runner.plain_buckets if b.P]
-    most = min(BUCKETS[1].P, max(b.P for b in prefill))
-    buckets = (
-        min(decode, key=lambda b: (b.D < ROWS, abs(b.D - ROWS))),
-        min((b for b in prefill if most <= b.P), key=lambda b: (b.P, b.T)),
-    )
-    return tuple(step_cost(runner, bucket, TIMED_STEPS) for bucket in buckets)
-
-
-def _step_ms(engine: Any, n_sequences: int, longest: int) -> float:
-    """Milliseconds from one token to the next of so many sequences that decode at once, after a quarter of them: the
-    mean, since tokens of two steps may come together."""
-    n_tokens = min(PACED_TOKENS, longest - 1)
-    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
-    for i in range(n_sequences):
-        engine.submit(Request(id=f"paced-{i}", prompt_ids=(i % 7,), params=params))
-    came: dict[str, list[float]] = {}
-    while engine.busy:
-        for out in engine.step():
-            came.setdefault(out.request_id, []).extend([time.monotonic()] * len(out.token_ids))
-    first = n_tokens // 4
-    means = [(times[-1] - times[first]) / (n_tokens - 1 - first) for times in came.values()]
-    return float(np.median(means)) * 1e3
-
-
-def _requests(items: Sequence[Any], vocab: int, longest: int) -> list[Request]:
-    """Those of a trace all at once, every other one sampled by a seed."""
-    from jserve.sim.trace import Streams, request_of
-
-    streams, found = Streams(), []
-    for i, item in enumerate(items):
-        ids = tuple(t % vocab for t in request_of(item, streams, 0.0).prompt_ids)
-        n = max(sum(piece[2] for piece in pieces) for pieces in item.outputs)
-        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=n, ignore_eos=True)
-        if len(ids) + n > longest:
-            raise ConfigError(
-                f"trace: {item.id} takes {len(ids) + n} tokens, the context is {longest}",
-                field="trace",
-            )
-        found.append(Request(id=item.id, prompt_ids=ids, params=params))
-    return found
 
 
 def _compared(rows: Sequence[Row]) -> list[Live]:

@@ -107,6 +107,12 @@ class Ctx:
         """The residual stream, or what was made of it, as others than layers see it."""
         return gather(self.all_tokens(x_TD), self.axes.embed, 1)
 
+    def all_heads(self, x_TNH: jax.Array, n: int) -> jax.Array:
+        """float32[T, n, H]: all heads of what each device has of its own ones; kv heads that are fewer than devices are
+        repeated there, and come once."""
+        x_TNH = gather(x_TNH.astype(jnp.float32), self.axes.heads, 1)
+        return x_TNH[:, :: x_TNH.shape[1] // n]
+
     def all_tokens(self, x_TD: jax.Array, read_as: Any = jnp.float32) -> jax.Array:
         """All tokens of what was made of the residual stream, for readers that round it to ``read_as`` first."""
         if self.axes.tokens is None:

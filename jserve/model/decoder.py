@@ -47,6 +47,7 @@ from jserve.model.points import (
     PRE,
     in_layer,
     inside,
+    is_by_head,
 )
 from jserve.model.shard import Axes
 
@@ -106,7 +107,7 @@ def forward(ctx: Ctx, params: Any, kv: list[LayerKV]) -> tuple[jax.Array, list[L
 def tapped(
     ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]
 ) -> tuple[jax.Array, list[LayerKV], list[jax.Array]]:
-    """``forward``, and float32[T, D] at each of ``points`` (``jserve.model.points``)."""
+    """``forward``, and the values at each of ``points`` (``jserve.model.points``)."""
     done = counted(ctx, params, kv, points)
     return done.x_TD, done.kv, done.read
 
@@ -133,7 +134,8 @@ def counted(ctx: Ctx, params: Any, kv: list[LayerKV], points: Sequence[str]) -> 
         found[in_layer(i, POST)] = x_TD = ctx.edited(in_layer(i, POST), x_TD)
     found[NORMALIZED] = normed(arch.norm, x_TD, params["final_norm"], ctx.axes.embed)
     tokens = [count_E for count_E in counts if count_E is not None]
-    x_TD, *read = (ctx.whole(found[name]) for name in (NORMALIZED, *points))
+    x_TD = ctx.whole(found[NORMALIZED])
+    read = [found[name] if is_by_head(name) else ctx.whole(found[name]) for name in points]
     return Pass(x_TD, new_kv, read, jnp.stack(tokens) if tokens else None)
 
 
@@ -169,11 +171,11 @@ def decoder_layer(
     found: dict[str, jax.Array] = {}
     if ctx.spec.parallel:
         normed_TD = entering(ctx, x_TD, p["attn_norm"], p["qkv"])
-        found[ATTN_OUT], kv = attend_normed(ctx, p, normed_TD, kv)
+        found[ATTN_OUT], kv = attend_normed(ctx, p, normed_TD, kv, found)
         x_TD = x_TD + found[ATTN_OUT]
         found[MLP_OUT], count_E = ffn_normed(ctx, p, normed_TD)
     else:
-        found[ATTN_OUT], kv = attention_block(ctx, p, x_TD, kv)
+        found[ATTN_OUT], kv = attention_block(ctx, p, x_TD, kv, found)
         found[MID] = x_TD = x_TD + found[ATTN_OUT]
         found[MLP_OUT], count_E = ffn_block(ctx, p, x_TD)
     return x_TD + found[MLP_OUT], kv, count_E, {name: found[name] for name in ctx.points}

@@ -44,7 +44,7 @@ class Pass(NamedTuple):
     """float32, after the final norm."""
     kv: list[LayerKV]
     read: list[jax.Array]
-    """float32[T, D] at each of the points that were named."""
+    """The values at each of the points that were named, float32[T, ...]."""
     count_LE: jax.Array | None
     """int32: tokens of each expert, of the layers that have experts; None: they are not counted."""
 
@@ -59,9 +59,9 @@ class Family:
     forward: (ctx, params, kv) -> (x_TD after the final norm, new kv). ``params`` and ``kv`` are this
              shard's.
     logits:  (arch, params, x_ED, axes) -> float32[E, V], the whole vocabulary on every shard.
-    tapped:  forward with a last argument more, names of ``jserve.model.points``, that also gives the float32[T, D]
-             at each of them. None: nothing can be read, and heads that read hidden states cannot draft for
-             this family.
+    tapped:  forward with a last argument more, names of ``jserve.model.points``, that also gives the values,
+             float32[T, ...], at each of them. None: nothing can be read, and heads that read hidden states cannot
+             draft for this family.
     counted: as ``tapped``, and it counts the tokens of each expert where ``ctx`` has places of experts. None: experts
              of this family cannot move, nor be counted.
     embed:   (arch, params, tok_T, axes) -> float32[T, D]. None: nor can those without a table of their own.

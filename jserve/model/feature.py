@@ -72,7 +72,7 @@ class StepFeature:
             alone. None: it gives prompts nothing.
     is_tap: its values are activations: over HTTP it is asked of a server with ``--allow-taps`` only.
     points: places of the model that it reads, as ``jserve.model.points`` names them (``*`` stands for anything);
-            ``after`` finds their values, float32[T, D] each and in the order of a pass, in ``StepOutcome.read``.
+            ``after`` finds their values, float32[T, ...] each and in the order of a pass, in ``StepOutcome.read``.
     state:  an array that each slot holds for it; ``feature_states.at_draws`` gives it where tokens are drawn.
 
     On the host, in numpy:

@@ -30,16 +30,22 @@ from jserve.model.kv_bytes import rotated
 from jserve.model.kv_quant import fold, scales_of, unfold
 from jserve.model.moe import mixture
 from jserve.model.norms import l2_norm, normed
+from jserve.model.points import HOOK_K, HOOK_Q, HOOK_V, HOOK_Z, ROT_K, ROT_Q
 from jserve.model.shard import Axes
 from jserve.model.sinks import sinks_of
 
 Params = Mapping[str, jax.Array]
+Found = dict[str, jax.Array]
+"""Point of the layer -> its values."""
 
 
-def attention_block(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    """(what the layer's attention adds to the residual stream, this layer's new KV)."""
+def attention_block(
+    ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV, found: Found | None = None
+) -> tuple[jax.Array, LayerKV]:
+    """(what the layer's attention adds to the residual stream, this layer's new KV); ``found`` as of
+    ``attend_normed``."""
     x_TD = entering(ctx, x_TD, p.get("attn_norm"), p.get("qkv"))
-    y_TD, kv = attend_normed(ctx, p, x_TD, kv)
+    y_TD, kv = attend_normed(ctx, p, x_TD, kv, found)
     return _added(ctx, y_TD, p.get("attn_out_norm")), kv
 
 
@@ -61,12 +67,21 @@ def _added(ctx: Ctx, y_TD: jax.Array, out_norm: jax.Array | None) -> jax.Array:
     return y_TD if scale == 1.0 else y_TD * scale
 
 
-def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    """Attention over what is normed already, up to its output's bias."""
+def attend_normed(
+    ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV, found: Found | None = None
+) -> tuple[jax.Array, LayerKV]:
+    """Attention over what is normed already, up to its output's bias. Those of ``ctx.points`` that lie in it are put
+    into ``found``."""
+    found = {} if found is None else found
     if ctx.spec.attn.latent is not None:
-        return mla.attend_normed(ctx, p, x_TD, kv)
+        return mla.attend_normed(ctx, p, x_TD, kv, found)
     scale_K2, spec = scales_of(p, kv, ctx.spec.attn.H), ctx.spec.attn
-    q_TNH, k_TKH, v_TKH = fold(scale_K2, *_qkv(ctx, p, x_TD))
+    q_TNH, k_TKH, v_TKH = _qkv(ctx, p, x_TD, found)
+    if ROT_Q in ctx.points:
+        found[ROT_Q] = ctx.all_heads(_warmer(ctx, _turned(ctx, q_TNH)), spec.N)
+    if ROT_K in ctx.points:
+        found[ROT_K] = ctx.all_heads(_turned(ctx, k_TKH), spec.K)
+    q_TNH, k_TKH, v_TKH = fold(scale_K2, q_TNH, k_TKH, v_TKH)
     kv = ctx.attn.write_kv(kv, _spread(ctx, _turned(ctx, k_TKH)), v_TKH, ctx.view)
     sinks = sinks_of(ctx, q_TNH)
     if sinks is not None:
@@ -82,12 +97,16 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         o_dtype=p["o"].dtype if scale_K2 is None else jnp.float32,
     )
     o_TNH = unfold(scale_K2, ctx.attn.attend(args, kv, ctx.view))
+    if HOOK_Z in ctx.points:
+        found[HOOK_Z] = ctx.all_heads(o_TNH, spec.N)
     y_TD = dot(o_TNH.reshape(o_TNH.shape[0], -1), p["o"])
     y_TD = ctx.summed(y_TD, ctx.axes.heads, p["o"])
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 
 
-def _qkv(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _qkv(
+    ctx: Ctx, p: Params, x_TD: jax.Array, found: Found
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of the tokens, not yet turned to their positions."""
     K, group, H, _ = p["qkv"].shape
     y_TKGH = ctx.over_width(dot(x_TD, p["qkv"]), p["qkv"]).reshape(-1, K, group, H)
@@ -95,14 +114,16 @@ def _qkv(ctx: Ctx, p: Params, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, ja
         y_TKGH = y_TKGH + p["qkv_bias"]
     q_TNH = y_TKGH[:, :, :-2].reshape(-1, K * (group - 2), H)
     k_TKH, v_TKH = y_TKGH[:, :, -2], y_TKGH[:, :, -1]
-    kind, norm = ctx.spec.attn.qk_norm, ctx.arch.norm
-    if kind == "head":
+    spec, norm = ctx.spec.attn, ctx.arch.norm
+    made = ((HOOK_Q, q_TNH, spec.N), (HOOK_K, k_TKH, spec.K), (HOOK_V, v_TKH, spec.K))
+    found |= {name: ctx.all_heads(x, n) for name, x, n in made if name in ctx.points}
+    if spec.qk_norm == "head":
         q_TNH, k_TKH = normed(norm, q_TNH, p["q_norm"]), normed(norm, k_TKH, p["k_norm"])
-    if kind == "width":
+    if spec.qk_norm == "width":
         q_TNH, k_TKH = (
             _width_norm(ctx, x, p[name]) for x, name in ((q_TNH, "q_norm"), (k_TKH, "k_norm"))
         )
-    if clip := ctx.spec.attn.clip_qkv:
+    if clip := spec.clip_qkv:
         q_TNH, k_TKH, v_TKH = (jnp.clip(x, -clip, clip) for x in (q_TNH, k_TKH, v_TKH))
     return q_TNH, k_TKH, v_TKH
 

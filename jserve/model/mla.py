@@ -27,14 +27,18 @@ from jserve.model.ctx import Ctx
 from jserve.model.dot import dot
 from jserve.model.norms import rms_norm
 from jserve.model.param_spec import ParamSpec, Part
+from jserve.model.points import HOOK_Z
 
 EPS = 1e-6
 """Of the norms of both vectors, whatever config.json says of others."""
 Params = Mapping[str, jax.Array]
 
 
-def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[jax.Array, LayerKV]:
-    """Attention over what is normed already, up to its output's bias: (what it gives, the layer's new KV)."""
+def attend_normed(
+    ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV, found: dict[str, jax.Array]
+) -> tuple[jax.Array, LayerKV]:
+    """Attention over what is normed already, up to its output's bias: (what it gives, the layer's new KV). What it has
+    at ``ctx.points`` is put into ``found``."""
     spec = ctx.spec.attn
     assert spec.latent is not None
     assert ctx.attn.attend_latent is not None, "checked at start"
@@ -48,6 +52,8 @@ def attend_normed(ctx: Ctx, p: Params, x_TD: jax.Array, kv: LayerKV) -> tuple[ja
         scale=spec.scale,
     )
     o_TNV = ctx.attn.attend_latent(args, kv[0], ctx.view)
+    if HOOK_Z in ctx.points:
+        found[HOOK_Z] = ctx.all_heads(o_TNV, spec.N)
     y_TD = ctx.summed(dot(o_TNV.reshape(o_TNV.shape[0], -1), p["o"]), ctx.axes.heads, p["o"])
     return y_TD + p["o_bias"] if "o_bias" in p else y_TD, kv
 

@@ -2,13 +2,20 @@
 
     hook_embed                  what enters layer 0
     blocks.I.hook_resid_pre     the residual stream that enters layer I
+    blocks.I.attn.hook_q        queries, [T, N, H]: projected with their bias, before norms and positions
+    blocks.I.attn.hook_k        keys, [T, K, H], like them
+    blocks.I.attn.hook_v        values, [T, K, H]
+    blocks.I.attn.hook_rot_q    queries as scores take them: normed, turned to their positions
+    blocks.I.attn.hook_rot_k    keys, like them
+    blocks.I.attn.hook_z        what each head attends to, [T, N, H], before the output projection
     blocks.I.hook_attn_out      what its attention adds
     blocks.I.hook_resid_mid     the stream between both; parallel layers have none
     blocks.I.hook_mlp_out       what its MLP, or its experts, add
     blocks.I.hook_resid_post    the stream that leaves it
     ln_final.hook_normalized    after the final norm, what logits are made of
 
-All are float32[T, D], the same on every device.
+All are float32, [T, D] where nothing else is said, the same on every device. Latent attention has no keys and values
+of its heads: of ``attn`` it has ``hook_z`` alone.
 """
 
 from __future__ import annotations
@@ -23,7 +30,11 @@ from jserve.model.feature import StepFeature
 EMBED, NORMALIZED = "hook_embed", "ln_final.hook_normalized"
 PRE, POST = "hook_resid_pre", "hook_resid_post"
 ATTN_OUT, MID, MLP_OUT = "hook_attn_out", "hook_resid_mid", "hook_mlp_out"
-INSIDE = (ATTN_OUT, MID, MLP_OUT)
+HOOK_Q, HOOK_K, HOOK_V = "attn.hook_q", "attn.hook_k", "attn.hook_v"
+ROT_Q, ROT_K, HOOK_Z = "attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_z"
+BY_HEAD = (HOOK_Q, HOOK_K, HOOK_V, ROT_Q, ROT_K, HOOK_Z)
+"""The points of a layer that have an axis of heads."""
+INSIDE = (*BY_HEAD, ATTN_OUT, MID, MLP_OUT)
 """The points of a layer that only the layer itself sees."""
 
 
@@ -46,9 +57,16 @@ def all_points(arch: Arch) -> tuple[str, ...]:
     """Every point of a model, in the order in which a pass comes to them."""
     names = [EMBED]
     for i, layer in enumerate(arch.layers):
-        middle = [name for name in INSIDE if name != MID or not layer.parallel]
+        lacks = {MID} if layer.parallel else set()
+        lacks |= set(BY_HEAD) - {HOOK_Z} if layer.attn.latent is not None else set()
+        middle = [name for name in INSIDE if name not in lacks]
         names += [in_layer(i, name) for name in (PRE, *middle, POST)]
     return (*names, NORMALIZED)
+
+
+def is_by_head(point: str) -> bool:
+    """True for a whole name of ``BY_HEAD``."""
+    return point.endswith(BY_HEAD)
 
 
 def between_layers(arch: Arch) -> tuple[str, ...]:
@@ -65,9 +83,10 @@ def matching(arch: Arch, patterns: Sequence[str], field: str) -> tuple[str, ...]
     known = all_points(arch)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
+            of_layers = dict.fromkeys(name.split(".", 2)[2] for name in known[1:-1])
             raise ConfigError(
                 f"{field}: {pattern!r} names no point of this model; its points are {EMBED},"
-                f" blocks.0 to {arch.L - 1} with {', '.join((PRE, *INSIDE, POST))}, and {NORMALIZED}",
+                f" blocks.0 to {arch.L - 1} with {', '.join(of_layers)}, and {NORMALIZED}",
                 field=field,
             )
     return tuple(name for name in known if any(fnmatchcase(name, p) for p in patterns))

@@ -10,7 +10,7 @@
     seen                  tokens that one token reads, in all layers together
     links                 2 L + 1 sums of float32[tokens, hidden], one gather of float32[drawn, vocab]; or the sums of a
                           narrower type, in two collectives each; or logits that stay split, and small ones for the
-                          draw
+                          draw; or, where prompts are computed, sums in parts and gathers of what products read
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from jserve.config import DEVICE_SHARE, SCRATCH_SHARE, CacheOptions
 from jserve.errors import ConfigError
 from jserve.kv_layout import KVGroups, KVLayout, chosen_groups
-from jserve.model.arch import Arch, Mlp, Moe
+from jserve.model.arch import Arch, DecoderLayer, Mlp, Moe
 
 GIB = 2**30
 
@@ -145,24 +145,32 @@ class Roofline:
     chip: Chip
     kv_itemsize: int
     tp: int = 1
-    """Chips that share every dense product."""
+    """Chips that share every dense product, those of all groups."""
     ep: int = 1
     """Groups of these that have different experts."""
     sum_itemsize: int = 4
     """Bytes of a number of partial sums between chips."""
     splits_logits: bool = False
+    splits_residual: bool = False
+    """Where prompts are computed each chip keeps the residual stream of a part of the tokens."""
+    read_itemsize: int = 4
+    """Bytes of a number of that stream as products of plain weights read it."""
     kv: KVLayout = field(init=False)
     """In pages of one token."""
     _attention: int = field(init=False, compare=False, repr=False)
     """Parameters of attention in all layers."""
     _ffns: tuple[tuple[Mlp | Moe, int], ...] = field(init=False, compare=False, repr=False)
     """The other parts of layers, and how many are alike: a simulation asks for their sum at every step."""
+    _reads: tuple[int, int] = field(init=False, compare=False, repr=False)
+    """Gathers of a split residual stream in all layers, and bytes of a number of each, added up."""
 
     def __post_init__(self) -> None:
         parts = [layer.attn.n_weights(self.arch.D) for layer in self.arch.layers]
         object.__setattr__(self, "_attention", sum(parts))
         ffns = Counter(layer.ffn for layer in self.arch.layers)
         object.__setattr__(self, "_ffns", tuple(ffns.items()))
+        reads = [n for layer in self.arch.layers for n in _reads(layer, self.read_itemsize)]
+        object.__setattr__(self, "_reads", (len(reads), sum(reads)))
         layers, dtype = self.arch.kv_layers, np.dtype(f"V{self.kv_itemsize}")
         kv = KVLayout(layers=layers, page_size=1, dtype=dtype, tp=self.tp)
         object.__setattr__(self, "kv", kv)
@@ -188,14 +196,16 @@ class Roofline:
         """Parameters of the output embedding."""
         return self.arch.D * self.arch.V
 
-    def work(self, *, rows: int, tokens: int, drawn: int, n_context: float) -> Work:
+    def work(
+        self, *, rows: int, tokens: int, drawn: int, n_context: float, prefills: bool = False
+    ) -> Work:
         """Of a step whose ``rows`` read ``n_context`` tokens each, ``tokens`` of which are new and
-        ``drawn`` of which give logits. Every weight is read once, the unembedding included, but for experts
-        that nobody chose."""
+        ``drawn`` of which give logits; ``prefills``: it computes prompts. Every weight is read once, the unembedding
+        included, but for experts that nobody chose."""
         arch, tp = self.arch, self.tp
         attention = arch.layers[0].attn.key_flops * tokens * self.kv.seen(n_context)
         flops = 2 * self.active * tokens + 2 * self.unembed * drawn + attention
-        n_collectives, link_bytes = self._exchanged(tokens, drawn)
+        n_collectives, link_bytes = self._exchanged(tokens, drawn, prefills)
         return Work(
             weight_bytes=self.itemsize * (self._layers(tokens, self.ep) + self.unembed) / tp,
             kv_bytes=self.kv.step_bytes(rows, tokens, n_context),
@@ -204,18 +214,28 @@ class Roofline:
             link_bytes=link_bytes,
         )
 
-    def _exchanged(self, tokens: int, drawn: int) -> tuple[int, float]:
+    def _exchanged(self, tokens: int, drawn: int, prefills: bool) -> tuple[int, float]:
         """Collectives, and the bytes that one chip sends in them."""
         if self.tp == 1:
             return 0, 0.0
-        n_sums, of_sum, times = 2 * self.arch.L + 1, 1, 2
-        if self.sum_itemsize < 4 and (self.tp <= GATHERED or self.ep > 1):
+        n, each = self._sums(prefills)
+        n_draw, drawn_bytes = SPLIT_DRAW if self.splits_logits else (1, 4.0 * self.arch.V)
+        sent = each * tokens * self.arch.D + drawn_bytes * drawn
+        return n + n_draw, sent * (self.tp - 1) / self.tp
+
+    def _sums(self, prefills: bool) -> tuple[int, int]:
+        """Collectives of the residual stream, and the bytes that they send for each of its numbers."""
+        of_layers, of_sum, times = 2 * self.arch.L, 1, 2
+        if self.sum_itemsize < 4 and (self.tp <= GATHERED or 1 < self.ep < self.tp):
             times = self.tp
         elif self.sum_itemsize < 4:
             of_sum = 2
-        n_draw, drawn_bytes = SPLIT_DRAW if self.splits_logits else (1, 4.0 * self.arch.V)
-        sent = times * n_sums * self.sum_itemsize * tokens * self.arch.D + drawn_bytes * drawn
-        return of_sum * n_sums + n_draw, sent * (self.tp - 1) / self.tp
+        whole = times * self.sum_itemsize
+        if not (prefills and self.splits_residual):
+            return of_sum * (of_layers + 1), whole * (of_layers + 1)
+        # The embedding's sum is whole; what leaves the final norm is gathered in float32.
+        n_reads, read = self._reads
+        return of_sum + of_layers + n_reads + 1, whole + of_layers * self.sum_itemsize + read + 4
 
     def limit(self, work: Work) -> float:
         """Seconds at the chip's rates, collectives apart."""
@@ -229,9 +249,14 @@ class Roofline:
         """Seconds of the step's collectives, one after the other."""
         return self._link_s(work.n_collectives, work.link_bytes)
 
-    def exchange_s(self, tokens: int, drawn: int) -> float:
+    def exchange_s(self, tokens: int, drawn: int, prefills: bool) -> float:
         """``links`` of the ``work`` of such a step."""
-        return self._link_s(*self._exchanged(tokens, drawn))
+        return self._link_s(*self._exchanged(tokens, drawn, prefills))
+
+    def exchange_rates(self, prefills: bool) -> tuple[float, float, float]:
+        """(seconds of a step, of each token, of each token drawn): ``exchange_s`` is linear in these."""
+        base = self.exchange_s(0, 0, prefills)
+        return base, self.exchange_s(1, 0, prefills) - base, self.exchange_s(0, 1, prefills) - base
 
     def _link_s(self, n_collectives: int, sent: float) -> float:
         if not n_collectives or not self.chip.link_bytes_per_s:
@@ -245,8 +270,10 @@ class Roofline:
     def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
         """``expected`` of a step in which prefill counts as one row."""
         rows = n_decode + (n_prefill > 0)
-        tokens = n_decode + n_prefill
-        return self.expected(self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context))
+        tokens, prefills = n_decode + n_prefill, n_prefill > 0
+        return self.expected(
+            self.work(rows=rows, tokens=tokens, drawn=rows, n_context=n_context, prefills=prefills)
+        )
 
     def groups(self, options: CacheOptions) -> KVGroups | None:
         """The groups of layers that pages belong to with these options; None: to all.
@@ -285,6 +312,14 @@ class Roofline:
                 f"{self.chip.name}: the weights leave no room for KV", field="memory_utilization"
             )
         return n
+
+
+def _reads(layer: DecoderLayer, itemsize: int) -> list[int]:
+    """Bytes of a number that each sublayer reads of a split residual stream (``layers.entering``); routers and latents
+    read float32."""
+    has_experts = isinstance(layer.ffn, Moe)
+    attention = 4 if has_experts or layer.attn.latent is not None else itemsize
+    return [attention] if layer.parallel else [attention, 4 if has_experts else itemsize]
 
 
 def _ffn(ffn: Mlp | Moe, D: int, tokens: float, ep: int = 1) -> float:

@@ -5,7 +5,7 @@ such engines there are. Each is laid out as an engine would be, then the schedul
 a device that takes the roofline's time for each step. ::
 
     devices   tp x ep x engines      4: 4x1x1  2x1x2  1x1x4  2x2x1 ...
-    exchange  sums x logits          float32, gathered  float32, split  weights, gathered  weights, split
+    exchange  sums x logits x residual  (``exchange``), but for those that another one is never dearer than
 
 A layout that cannot win any more is not simulated to its end (``bounds``), which leaves the winner what it is.
 """
@@ -23,14 +23,15 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.arch import Moe
 from jserve.ports import StepCosts
-from jserve.sharding import LOGITS, SUMS, Sharding
+from jserve.sharding import LOGITS, RESIDUAL, SUMS, Sharding
 from jserve.sim.costs import GPU_HOST_S, Device
 from jserve.sim.fleet import simulated
 from jserve.sim.report import ALL, Slo, summarise
-from jserve.sim.roofline import CHIPS, Chip, Roofline
+from jserve.sim.roofline import CHIPS, Chip
 from jserve.sim.simulate import Setup
 from jserve.sim.trace import TraceItem
 from jserve.sizing.bounds import GOOD, Bounds, too_slow
+from jserve.sizing.exchange import Cheapest, exchanges, lines_of, no_dearer
 from jserve.sizing.layout import Layout, lay_out
 from jserve.sizing.models import Model, find
 from jserve.sizing.plan import roofline_of
@@ -49,6 +50,7 @@ class TriedLayout:
     replicas: int
     sums: str = SUMS[0]
     logits: str = LOGITS[0]
+    residual: str = RESIDUAL[0]
     refused: str = ""
     """The reason why no engine starts so; empty: one does."""
     dropped: str = ""
@@ -77,7 +79,12 @@ class TriedLayout:
         """Of one process: its engines are axis ``dp``."""
         sizes = {"dp": self.replicas // self.processes, "ep": self.ep, "tp": self.tp}
         mesh = {k: n for k, n in sizes.items() if n > 1 or k == "tp"}
-        return Sharding.of({"mesh": mesh, "sums": self.sums, "logits": self.logits})
+        return Sharding.of({"mesh": mesh} | self.exchange)
+
+    @property
+    def exchange(self) -> dict[str, str]:
+        """What its devices exchange, by the keys of a sharding."""
+        return {"sums": self.sums, "logits": self.logits, "residual": self.residual}
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -160,11 +167,14 @@ def search(
         quantization=forms,
         max_model_len=options.max_model_len,
     )
+    # A mixture has tens of thousands of tensors, and each layout asks for their specs several times.
+    family = dataclasses.replace(model.family, specs=functools.cache(model.family.specs))
+    model = dataclasses.replace(model, family=family)
     laid_out = functools.cache(functools.partial(_laid_out, model, config, chip))
     groups = [
         [
-            TriedLayout(tp=tp, ep=ep, replicas=n, sums=sums, logits=logits)
-            for sums, logits in exchanges(tp * ep, model.dtype.itemsize)
+            TriedLayout(tp=tp, ep=ep, replicas=n, **exchange)
+            for exchange in exchanges(tp * ep, model.dtype.itemsize)
         ]
         for tp, ep, n in layouts(model, n_devices)
     ]
@@ -201,20 +211,18 @@ def layouts(model: Model, n_devices: int) -> Iterator[tuple[int, int, int]]:
                     yield tp, ep, n // (tp * ep)
 
 
-def exchanges(n_devices: int, itemsize: int) -> Iterator[tuple[str, str]]:
-    """(sums, logits) that differ, of an engine over so many devices whose weights take ``itemsize`` bytes a number."""
-    for sums in SUMS if n_devices > 1 and itemsize < 4 else SUMS[:1]:
-        for logits in LOGITS if n_devices > 1 else LOGITS[:1]:
-            yield sums, logits
-
-
 def _rank(c: TriedLayout) -> tuple[float, ...]:
     """The best first: those that serve, on few devices, with early first tokens and few parts; then those that nearly
     do."""
-    parts = (c.tp, c.ep, SUMS.index(c.sums), LOGITS.index(c.logits))
     if c.serves:
-        return (0, c.devices, c.ttft_ms, *parts)
-    return (2 if c.refused else 1, -(c.good_share or 0.0), -c.n_over, c.devices, *parts)
+        return (0, c.devices, c.ttft_ms, *_parts(c))
+    return (2 if c.refused else 1, -(c.good_share or 0.0), -c.n_over, c.devices, *_parts(c))
+
+
+def _parts(c: TriedLayout) -> tuple[int, ...]:
+    """Of layouts that do as well, the one with the least comes first."""
+    chosen = (SUMS.index(c.sums), LOGITS.index(c.logits), RESIDUAL.index(c.residual))
+    return (c.tp, c.ep, *chosen)
 
 
 def _prefill_s(
@@ -225,39 +233,12 @@ def _prefill_s(
     return _costs([made], laid, chip).seconds(0, max(1, mean), mean)
 
 
-@dataclass(frozen=True, slots=True)
-class Cheapest:
-    """``ports.StepCosts``: of each step those of the cheapest of ``lines``; none: no engine starts."""
-
-    lines: tuple[Roofline, ...]
-
-    def seconds(self, n_decode: int, n_prefill: int, n_context: int) -> float:
-        if not self.lines:
-            return math.inf
-        first, *others = self.lines
-        least = first.seconds(n_decode, n_prefill, n_context)
-        if not others:
-            return least
-        sizes = (n_decode + n_prefill, n_decode + (n_prefill > 0))
-        apart = [line.exchange_s(*sizes) for line in self.lines]
-        return least - apart[0] + min(apart)
-
-
 def _costs(group: Sequence[TriedLayout], laid: Layout | ConfigError, chip: Chip) -> Cheapest:
     """Of an engine that exchanges, at each step, in the cheapest way of those of ``group``."""
     if isinstance(laid, ConfigError):
         return Cheapest(())
-    line, narrow = roofline_of(laid, chip), laid.model.dtype.itemsize
-    return Cheapest(
-        tuple(
-            dataclasses.replace(
-                line,
-                sum_itemsize=narrow if one.sums == "weights" else 4,
-                splits_logits=one.logits == "split",
-            )
-            for one in group
-        )
-    )
+    ways = [one.exchange for one in group]
+    return Cheapest(lines_of(roofline_of(laid, chip), laid.model.dtype.itemsize, ways))
 
 
 def _laid_out(
@@ -280,19 +261,38 @@ def _tried_all(
     best: TriedLayout | None,
 ) -> list[TriedLayout]:
     """``group``, which differ in what they exchange, with what became of each beside ``best``; all are dropped at once
-    where even the cheapest exchange at each step cannot win."""
+    where even the cheapest exchange at each step cannot win, and those that cost no less than another at any step."""
+    kept, tried = group, list[TriedLayout]()
     if len(group) > 1 and (bounds := _bounds(best, trace, slo)) is not None:
-        least = _tried(group[0], laid, _costs(group, laid, chip), chip, trace, slo, bounds)
+        kept, tried = _apart(group, laid, chip)
+        least = _tried(group[0], laid, _costs(kept, laid, chip), chip, trace, slo, bounds)
         if least.dropped:
             fate = {"dropped": least.dropped, "n_over": least.n_over}
             return [dataclasses.replace(one, **fate) for one in group]
-    tried = list[TriedLayout]()
-    for one in group:
+    for one in kept:
         bounds, costs = _bounds(best, trace, slo), _costs([one], laid, chip)
         tried.append(one := _tried(one, laid, costs, chip, trace, slo, bounds))
         if one.serves:
             best = one if best is None else min(best, one, key=_rank)
     return tried
+
+
+def _apart(
+    group: Sequence[TriedLayout], laid: Layout | ConfigError, chip: Chip
+) -> tuple[list[TriedLayout], list[TriedLayout]]:
+    """(those of ``group`` that exchange in less time than each other one at some step, those that do not)."""
+    if isinstance(laid, ConfigError):
+        return [*group], []
+    sizes = laid.config.scheduler
+    rows, tokens = sizes.max_num_seqs, sizes.max_num_batched_tokens + sizes.max_num_seqs
+    others = no_dearer(_costs(group, laid, chip).lines, rows, tokens)
+    kept = [one for one, i in zip(group, others, strict=True) if i is None]
+    dearer = [
+        dataclasses.replace(one, dropped=f"no step takes less time than under {group[i].sharding}")
+        for one, i in zip(group, others, strict=True)
+        if i is not None
+    ]
+    return kept, dearer
 
 
 def _bounds(best: TriedLayout | None, trace: Sequence[TraceItem], slo: Slo) -> Bounds | None:

@@ -6,14 +6,18 @@ import contextlib
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from jserve.engine.engine import Engine
-from jserve.engine.wire import Stats
+from jserve.engine.wire import Control, Stats
 from jserve.errors import ConfigError
 from jserve.model.view import Bucket
 from jserve.runner import kv_transfer, moves
@@ -129,6 +133,36 @@ def test_pages_are_found_under_their_own_weights_and_after_an_update_back(tmp_pa
         assert world.go_on("") == (alone(), n_found), name
     named(named(world.second, "d"), "")
     assert world.go_on("") == (alone(), 9 * Z)
+
+
+@pytest.mark.slow
+def test_an_update_back_to_a_tree_finds_no_pages_of_before(tmp_path):
+    """A trainer may have changed it meanwhile: each update of arrays has a name of its own, on every engine."""
+
+    def updated(engine: Engine, tree: Any) -> Engine:
+        command = Control(id=uuid.uuid4().hex, action="update_weights", source=tree)
+        engine.ask(command)
+        engine.step()
+        (answer,) = engine.take_answers()
+        assert answer.error is None
+        return engine
+
+    world = World(tmp_path, tmp_path)
+    first = jax.tree.map(np.array, world.first.runner.params)  # type: ignore[attr-defined]
+    other = jax.tree.map(lambda x: x * np.float32(1.5), first)
+    world.export()
+    for i, tree in enumerate((other, first, other, first)):
+        updated(world.first, tree)
+        world.export()
+        assert len(world.files()) == (i + 2) * 9, "an earlier update's pages were taken for its own"
+    for trees in ((other, first), (first,), (first, first)):
+        world.second = World.engine(tmp_path)
+        for tree in trees:
+            updated(world.second, tree)
+        assert world.go_on("") == (alone(), 0)
+    world.second = updated(World.engine(tmp_path), other)
+    said, n_found = world.go_on("")
+    assert (said != alone(), n_found) == (True, 0)
 
 
 @pytest.mark.slow

@@ -30,15 +30,23 @@ POINTS = (
     "blocks.1.hook_resid_post",
     "ln_final.hook_normalized",
 )
+HEADS = tuple(f"blocks.{i}.attn.hook_{x}" for i in (0, 1) for x in ("q", "rot_q", "z"))
+KEYS = tuple(f"blocks.{i}.attn.hook_{x}" for i in (0, 1) for x in ("k", "rot_k", "v"))
 SPECS: dict[str, dict[str, Any]] = {
     "tp 2": {"mesh": {"tp": 2}},
     "split residual": {"mesh": {"tp": 2}, "residual": "split"},
-    "split residual over 4, split logits": {
-        "mesh": {"tp": 4},
+    "split residual over 8, kv heads repeated, split logits": {
+        "mesh": {"tp": 8},
         "residual": "split",
         "logits": "split",
     },
 }
+TAPS = {
+    "probe": (len(POINTS), ARCH.D),
+    "heads": (len(HEADS), ARCH.N, ARCH.H),
+    "keys": (len(KEYS), ARCH.K, ARCH.H),
+}
+"""Of each the shape of a token's values."""
 ONE: dict[str, Any] = {"mesh": {"tp": 1}}
 CALM, OTHER = np.random.default_rng(3).standard_normal((2, ARCH.D)).astype(np.float32)
 
@@ -50,6 +58,8 @@ def made() -> tuple[StepFeature, ...]:
         steering("fixed", "blocks.0.hook_resid_post", vectors=vectors, mode="replace"),
         steering("less", "blocks.1.hook_resid_pre", vectors=vectors, mode="project"),
         steering("mood", "blocks.0.hook_resid_post", vectors=vectors, most=2),
+        tap("heads", *HEADS, prompt=True),
+        tap("keys", *KEYS, prompt=True),
         tap("probe", *POINTS, prompt=True),
     )
 
@@ -64,16 +74,16 @@ class Asking(Rig):
 
     def _prefill_row(self, live: Live, n: int) -> RowPlan:
         row = super()._prefill_row(live, n)
-        asks = live.job.params.extra_args.get("probe") == "prompt"
-        return msgspec.structs.replace(row, prompt_features=("probe",) if asks else ())
+        asks = [name for name in TAPS if live.job.params.extra_args.get(name) == "prompt"]
+        return msgspec.structs.replace(row, prompt_features=tuple(asks))
 
 
 def jobs() -> list[Job]:
     asked: list[dict[str, Any]] = [
-        {"probe": "prompt"},
-        {"probe": "prompt", "mood": ["calm", 1.5, "other", -1.0, "2:5"]},
-        {"probe": True, "fixed": ["calm", 2.0, "drawn"]},
-        {"probe": True, "less": ["other", 1.0]},
+        {"probe": "prompt", "heads": "prompt"},
+        {"probe": "prompt", "keys": "prompt", "mood": ["calm", 1.5, "other", -1.0, "2:5"]},
+        {"probe": True, "heads": True, "fixed": ["calm", 2.0, "drawn"]},
+        {"probe": True, "keys": True, "less": ["other", 1.0]},
         {},
     ]
     return [
@@ -82,23 +92,27 @@ def jobs() -> list[Job]:
     ]
 
 
-def ran(spec: dict[str, Any]) -> tuple[list[list[int]], list[np.ndarray]]:
-    """The tokens of each job, and the values of its tokens, those of the prompt first."""
+def ran(spec: dict[str, Any]) -> tuple[list[list[int]], list[dict[str, np.ndarray]]]:
+    """The tokens of each job, and by tap the values of its tokens, those of the prompt first."""
     bucket = Bucket(D=6, P=48, F=4).with_also(*made())
     rig = Asking(test_layouts.runner(spec, (bucket,)), chunk=7, seed=1)
     tokens, values = rig.run(jobs()), []
     for live in rig.lives:
-        found: list[Any] = []
-        for result, r in live.rows:
-            found += result.prompt_extra.get("probe", {}).get(r, ())
-            if "probe" in live.job.params.extra_args:
-                found += result.extra["probe"][r][: int(result.n_ok_R[r])]
-        values.append(np.array(found, np.float32))
+        asked = [name for name in TAPS if name in live.job.params.extra_args]
+        values.append({name: np.array(found(live, name), np.float32) for name in asked})
     return tokens, values
 
 
+def found(live: Live, name: str) -> list[Any]:
+    of_tokens: list[Any] = []
+    for result, r in live.rows:
+        of_tokens += result.prompt_extra.get(name, {}).get(r, ())
+        of_tokens += result.extra[name][r][: int(result.n_ok_R[r])]
+    return of_tokens
+
+
 @lru_cache
-def on_one_device() -> tuple[list[list[int]], list[np.ndarray]]:
+def on_one_device() -> tuple[list[list[int]], list[dict[str, np.ndarray]]]:
     return ran(ONE)
 
 
@@ -109,10 +123,12 @@ def test_values_and_steered_tokens_are_those_of_one_device(name: str) -> None:
     want, got = on_one_device(), ran(SPECS[name])
     assert got[0] == want[0]
     for job, mine, theirs in zip(jobs(), got[1], want[1], strict=True):
-        asked = job.params.extra_args.get("probe")
-        n = 0 if asked is None else job.n + (len(job.prompt) if asked == "prompt" else 0)
-        assert mine.shape == theirs.shape == ((n, len(POINTS), ARCH.D) if n else (0,))
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-5)
+        assert mine.keys() == theirs.keys()
+        for name, x in mine.items():
+            of_prompt = job.params.extra_args[name] == "prompt"
+            n = job.n + (len(job.prompt) if of_prompt else 0)
+            assert x.shape == theirs[name].shape == (n, *TAPS[name])
+            np.testing.assert_allclose(x, theirs[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
 def test_steering_changes_what_is_drawn() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import math
 import time
 from pathlib import Path
@@ -15,7 +18,7 @@ from jserve import explain_sharding
 from jserve.cli import app
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.sharding import LOGITS, SUMS, Sharding
+from jserve.sharding import LOGITS, RESIDUAL, SUMS, Sharding
 from jserve.sim.fleet import simulated
 from jserve.sim.report import Slo
 from jserve.sim.roofline import CHIPS, Roofline
@@ -23,8 +26,9 @@ from jserve.sim.simulate import Run
 from jserve.sim.study import load_trace
 from jserve.sizing import search as search_module
 from jserve.sizing.compare import SENT
+from jserve.sizing.exchange import WHOLE, exchanges
 from jserve.sizing.models import find
-from jserve.sizing.search import Found, TriedLayout, exchanges, layouts, search
+from jserve.sizing.search import Found, TriedLayout, layouts, search
 from jserve.sizing.show_search import as_spec, command
 
 
@@ -72,9 +76,13 @@ def test_more_is_asked_for_more_devices() -> None:
 def test_what_devices_exchange_is_chosen_too() -> None:
     """Two devices send half the bytes of sums in as many collectives, so the narrow ones win; of float32 weights there
     are none."""
-    assert list(exchanges(1, 2)) == [("float32", "gathered")]
-    assert [*exchanges(4, 4)] == [("float32", "gathered"), ("float32", "split")]
-    assert len([*exchanges(4, 2)]) == 4
+    assert list(exchanges(1, 2)) == [WHOLE]
+    assert WHOLE == {"sums": "float32", "logits": "gathered", "residual": "whole"}
+    assert {e["sums"] for e in exchanges(4, 4)} == {"float32"}
+    for itemsize in (2, 4):
+        ways = {(e["logits"], e["residual"]) for e in exchanges(4, itemsize)}
+        assert ways == set(itertools.product(LOGITS, RESIDUAL))
+    assert len([*exchanges(4, 2)]) == 8
     won = searched(tpot_ms=6.0, ttft_ms=60.0, n=2).winner
     assert won is not None
     assert (won.tp, won.sums) == (2, "weights")
@@ -82,29 +90,110 @@ def test_what_devices_exchange_is_chosen_too() -> None:
     assert won.sharding.sums == "weights"
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("sums", SUMS)
-@pytest.mark.parametrize("logits", LOGITS)
-def test_the_roofline_has_the_collectives_of_the_program(tp: int, sums: str, logits: str) -> None:
+MINI = "checkpoints/jserve-mini"
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def check_collectives(name: str, tp: int, ep: int, exchange: dict[str, str]) -> None:
     """Number of them, and what a device sends, of both steps that a sharding is explained by."""
-    asked, chip = {"mesh": {"tp": tp}, "sums": sums, "logits": logits}, CHIPS["h200"]
-    explained = explain_sharding("checkpoints/jserve-mini", asked)
-    model = find("checkpoints/jserve-mini")
-    narrow = 2 if sums == "weights" else 4
+    mesh, n = {"ep": ep, "tp": tp} if ep > 1 else {"tp": tp}, tp * ep
+    explained = explain_sharding(name, {"mesh": mesh} | exchange)
     line = Roofline(
-        arch=model.arch,
+        arch=find(name).arch,
         itemsize=2,
-        chip=chip,
+        chip=CHIPS["h200"],
         kv_itemsize=2,
-        tp=tp,
-        sum_itemsize=narrow,
-        splits_logits=logits == "split",
+        tp=n,
+        ep=ep,
+        sum_itemsize=2 if exchange["sums"] == "weights" else 4,
+        splits_logits=exchange["logits"] == "split",
+        splits_residual=exchange["residual"] == "split",
+        read_itemsize=2,
     )
     for program, (tokens, drawn) in zip(explained.programs, ((8, 8), (258, 3)), strict=True):
-        work = line.work(rows=drawn, tokens=tokens, drawn=drawn, n_context=1)
+        prefills = program.prefill_tokens > 0
+        work = line.work(rows=drawn, tokens=tokens, drawn=drawn, n_context=1, prefills=prefills)
         assert work.n_collectives == sum(c.count for c in program.usual)
-        sent = sum(SENT[c.op] * c.n_bytes * (tp - 1) / tp for c in program.usual)
-        assert work.link_bytes == pytest.approx(sent, rel=0.001)
+        sent = 0.0
+        for c in program.usual:
+            over = math.prod(mesh[axis] for axis in c.axes)
+            times = over if c.op == "reduce-scatter" else SENT[c.op]
+            sent += times * c.n_bytes * (over - 1) / over
+        # Parts of a split residual stream are equal: 258 tokens are 260 of four devices.
+        padded = 0.01 if prefills and line.splits_residual else 0.001
+        assert work.link_bytes == pytest.approx(sent, rel=padded)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("exchange", [*exchanges(2, 2)], ids=lambda e: "-".join(e.values()))
+def test_the_roofline_has_the_collectives_of_the_program(tp: int, exchange: dict[str, str]) -> None:
+    check_collectives(MINI, tp, 1, exchange)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("residual", RESIDUAL)
+def test_the_roofline_has_the_collectives_of_experts(
+    tp: int, ep: int, sums: str, residual: str, tmp_path: Path
+) -> None:
+    """Whose sublayers read float32, and where sums of devices with different experts are gathered whole."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    exchange = {"sums": sums, "logits": "gathered", "residual": residual}
+    check_collectives(str(tmp_path / "config.json"), tp, ep, exchange)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1), (8, 1), (2, 2), (1, 8)])
+def test_what_no_step_is_cheaper_with_is_not_simulated(shape: tuple[int, int]) -> None:
+    """Of the ways to exchange those are left of which each is cheaper than any other one somewhere."""
+    tp, ep = shape
+    chip, model = CHIPS["h200"], find("qwen3-30b-a3b")
+    laid = search_module._laid_out(model, EngineConfig(), chip, tp, ep)
+    group = [TriedLayout(tp=tp, ep=ep, replicas=1, **e) for e in exchanges(tp * ep, 2)]
+    kept, dearer = search_module._apart(group, laid, chip)
+    assert len(kept) + len(dearer) == len(group)
+    assert 2 <= len(kept) <= 4
+    two_axes = tp > 1 and ep > 1
+    assert any(c.residual == "split" for c in kept) == two_axes, "narrow sums are gathered whole"
+    steps = [(d, n, 1) for d in (0, 1, 3, 40, 255) for n in (0, 1, 70, 900, 2048) if d + n]
+
+    def seconds(c: TriedLayout) -> list[float]:
+        costs = search_module._costs([c], laid, chip)
+        return [costs.seconds(*step) for step in steps]
+
+    found = {c: seconds(c) for c in kept}
+    for lost in dearer:
+        plain = dataclasses.replace(lost, dropped="")
+        each = seconds(plain)
+        assert any(
+            all(x <= y + 1e-12 for x, y in zip(c, each, strict=True)) for c in found.values()
+        )
+        assert lost.dropped.startswith("no step takes less time than under")
+    for c, d in itertools.permutations(kept, 2):
+        assert any(x < y for x, y in zip(found[c], found[d], strict=True)), (c, d)
+    cheapest = search_module._costs(kept, laid, chip)
+    for i, step in enumerate(steps):
+        assert cheapest.seconds(*step) == pytest.approx(min(each[i] for each in found.values()))
 
 
 SPACES = {
@@ -129,10 +218,10 @@ def test_bounds_leave_the_winner_and_its_figures(
     every = searched(**asked)
     assert not any(c.dropped for c in every.candidates)
     assert found.winner == every.winner
-    whole = {(c.shape, c.sums, c.logits): c for c in every.candidates}
+    whole = {(c.shape, *c.exchange.values()): c for c in every.candidates}
     for c in found.candidates:
-        to_end = whole[c.shape, c.sums, c.logits]
-        if c.dropped and "last percent" not in c.dropped:
+        to_end = whole[c.shape, *c.exchange.values()]
+        if c.dropped and not any(why in c.dropped for why in ("last percent", "no step takes")):
             assert not to_end.serves, (c, to_end)
         elif c.good_share is not None:
             assert c == to_end

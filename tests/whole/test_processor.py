@@ -106,7 +106,30 @@ def test_bias_and_penalties_act_on_what_it_gives(llm: LLM) -> None:
     assert drawn() == first, "its logit is 4, that of token 7 is 3"
     assert drawn(repetition_penalty=2.0) == 7, "the first is of the prompt: 4 / 2"
     assert drawn(logit_bias={7: 1.5}) == 7, "3 + 1.5"
+    assert drawn(presence_penalty=1.5) == first, "no token of the prompt counts"
     assert drawn(allowed_token_ids=[7, 9]) == 7
+    assert drawn(bad_words=[llm.tokenizer.decode([first])]) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_masks_and_truncation_act_on_what_it_gives(llm: LLM) -> None:
+    """The processor, which looks at nothing, would lift a mask that came before it, and give all tokens back."""
+    first, eos = llm.generate([PROMPT], params(), use_tqdm=False)[0].prompt_token_ids[0], 2
+
+    def drawn(one: int = first, by: float = 3.0, **fields: Any) -> int:
+        asked = params(fixed={"one": one, "two": 7, "by": by})
+        asked = dataclasses.replace(asked, **{"max_tokens": 1, **fields})
+        return llm.generate([PROMPT], asked, use_tqdm=False)[0].outputs[0].token_ids[0]
+
+    digit = drawn(structured_outputs=StructuredOutputs(regex="[0-9]"))
+    assert llm.tokenizer.decode([digit]).isdigit()
+    assert drawn(one=eos, ignore_eos=False) == eos
+    assert drawn(one=eos, ignore_eos=False, min_tokens=1) == 7
+    near = {"by": 3.9, "temperature": 1.0}
+    assert {drawn(**near, seed=s) for s in range(12)} == {first, 7}, "both are likely"
+    for cut in ({"top_k": 1}, {"min_p": 0.95}, {"top_p": 0.5}):
+        assert {drawn(**near, **cut, seed=s) for s in range(12)} == {first}, cut
 
 
 @pytest.mark.slow

@@ -30,6 +30,8 @@ from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.test_serve import Server, client
 
 POINTS = ("blocks.0.hook_mlp_out", "blocks.1.hook_resid_post")
+HEADS = ("blocks.0.attn.hook_q", "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_z")
+KEYS = ("blocks.0.attn.hook_k", "blocks.1.attn.hook_rot_k", "blocks.1.attn.hook_v")
 PROMPTS = ["the fox", " ".join(["the quick brown fox jumps over the lazy dog"] * 3)]
 """One of them longer than a chunk of prefill."""
 
@@ -40,6 +42,8 @@ def llm(tiny_dir: Path) -> Iterator[LLM]:
         patch.setattr(features, "_REGISTERED", {})
         register_feature(tap("probe", *POINTS, prompt=True))
         register_feature(tap("size", POINTS[1], reduce=lambda x_PD: (x_PD**2).sum(), prompt=True))
+        register_feature(tap("heads", *HEADS, prompt=True))
+        register_feature(tap("keys", *KEYS, prompt=True))
         with LLM(str(tiny_dir), **SMALL_OPTIONS, page_size=16) as made:
             yield made
 
@@ -49,20 +53,20 @@ def asked(*names: str, of: Any = True, **rest: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args=extra, **rest)
 
 
-def whole(llm: LLM, out: Any) -> np.ndarray:
-    """float32[tokens, points, D] of the text in one pass, from its first token to the last but one."""
+def whole(llm: LLM, out: Any, points: tuple[str, ...] = POINTS) -> np.ndarray:
+    """float32[tokens, points, ...] of the text in one pass, from its first token to the last but one."""
     model = functional.model(json.loads((Path(llm.config.model.model) / "config.json").read_text()))
     ids = jnp.array([*out.prompt_token_ids, *out.outputs[0].token_ids])
     params = llm._engine.runner.params  # type: ignore[attr-defined]
     run = jax.jit(partial(functional.forward, model), static_argnames="taps")
-    _, found = run(params, ids, jnp.zeros_like(ids), taps=POINTS)
-    return np.stack([found[name][:-1] for name in POINTS], axis=1)
+    _, found = run(params, ids, jnp.zeros_like(ids), taps=points)
+    return np.stack([found[name][:-1] for name in points], axis=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) -> None:
-    params = [asked("probe"), asked("probe", "size"), asked()]
+    params = [asked("probe", "keys"), asked("probe", "size", "heads"), asked()]
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     outs = llm.generate(prompts, params, use_tqdm=False)
     assert llm._engine.runner.programs.late_compiles == 0  # type: ignore[attr-defined]
@@ -71,6 +75,10 @@ def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) 
         want = whole(llm, out)[len(out.prompt_token_ids) - 1 :]
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
         assert not out.prompt_extra
+    for out, name, points in ((outs[0], "keys", KEYS), (outs[1], "heads", HEADS)):
+        found = np.array(out.outputs[0].extra[name], np.float32)
+        want = whole(llm, out, points)[len(out.prompt_token_ids) - 1 :]
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4, err_msg=name)
     size = np.array(outs[1].outputs[0].extra["size"])
     want = (np.array(outs[1].outputs[0].extra["probe"])[:, 1] ** 2).sum(axis=1)
     np.testing.assert_allclose(size, want, rtol=1e-4)
@@ -84,8 +92,8 @@ def test_values_are_those_of_the_whole_text_at_any_batch_and_chunking(llm: LLM) 
 def test_a_prompt_has_values_of_every_token_whatever_is_cached(llm: LLM) -> None:
     """Two in chunks beside a short one and one that asks for drawn tokens alone; then all again, cached."""
     params = [
-        asked("probe", "size", of="prompt"),
-        asked("probe", of="prompt"),
+        asked("probe", "size", "heads", of="prompt"),
+        asked("probe", "keys", of="prompt"),
         asked("probe"),
         asked("size", of="prompt", n=2),
     ]
@@ -105,6 +113,10 @@ def test_a_prompt_has_values_of_every_token_whatever_is_cached(llm: LLM) -> None
             )
             found = np.array([*told, *drawn[1:]], np.float32)
             np.testing.assert_allclose(found, whole(llm, out), rtol=1e-4, atol=1e-4)
+        for out, name, points in ((outs[0], "heads", HEADS), (outs[1], "keys", KEYS)):
+            found = np.array([*out.prompt_extra[name], *out.outputs[0].extra[name][1:]], np.float32)
+            want = whole(llm, out, points)
+            np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4, err_msg=name)
         probe, size = (np.array(outs[0].prompt_extra[name]) for name in ("probe", "size"))
         np.testing.assert_allclose(size, (probe[:, 1] ** 2).sum(axis=1), rtol=1e-4)
         assert not outs[2].prompt_extra
@@ -124,15 +136,23 @@ def test_values_of_a_prompt_are_the_hidden_states_of_transformers(llm: LLM) -> N
         "LlamaForCausalLM", **{k: v for k, v in config.items() if k != "architectures"}
     )
     names = ("blocks.1.hook_resid_pre", "ln_final.hook_normalized")
+    values = ("blocks.0.attn.hook_v",)
     params = assemble_all(model.specs, hf.weights(oracle), model.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "_REGISTERED", {})
         register_feature(tap("states", *names, prompt=True))
+        register_feature(tap("values", *values, prompt=True))
         with LLM(llm.config.model.model, params=params, **SMALL_OPTIONS) as made:
-            (out,) = made.generate([PROMPTS[1]], asked("states", of="prompt"), use_tqdm=False)
+            both = asked("states", "values", of="prompt")
+            (out,) = made.generate([PROMPTS[1]], both, use_tqdm=False)
+    seen: list[Any] = []
+    attn = oracle.model.layers[0].self_attn
+    attn.v_proj.register_forward_hook(lambda module, args, out: seen.append(out[0].numpy()))
     with torch.no_grad():
         ids = torch.tensor([out.prompt_token_ids])
         states = oracle(ids, output_hidden_states=True).hidden_states
+    found = np.array(out.prompt_extra["values"])
+    np.testing.assert_allclose(found.reshape(seen[0].shape), seen[0], rtol=1e-4, atol=1e-4)
     want = np.stack([states[1][0].numpy(), states[-1][0].numpy()], axis=1)
     np.testing.assert_allclose(out.prompt_extra["states"], want, rtol=1e-4, atol=1e-4)
 
@@ -196,6 +216,10 @@ def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="names no point") as caught:
         text(plain.with_also(tap("wrong", "blocks.9.hook_mlp_out")))
     assert caught.value.field == "wrong"
+    mixed = tap("mixed", "blocks.0.attn.hook_*")
+    with pytest.raises(ConfigError, match=r"several shapes, \[8, 8\], \[4, 8\]") as caught:
+        text(plain.with_also(mixed))
+    assert caught.value.field == "mixed"
 
 
 PLUGIN = """

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.errors import ConfigError
 from jserve.model.draws import by_row, drawn_places
 from jserve.model.feature import StepFeature, by_token
 from jserve.model.view import Bucket, Field, StepDims
@@ -26,7 +27,8 @@ from jserve.speculation.drafters.drafter import Target
 from jserve.types import RowPlan
 
 Reduce = Callable[[jax.Array], jax.Array]
-"""float32[points, D] of one place, points in the order of a pass -> an array of any shape."""
+"""float32[points, D] (of heads: [points, N, H]) of one place, points in the order of a pass -> an array of any
+shape."""
 
 
 PROMPT = "prompt"
@@ -41,8 +43,8 @@ def tap(name: str, *points: str, reduce: Reduce | None = None, prompt: bool = Fa
     ``reduce`` gives.
 
     Args:
-        points: as ``jserve.model.points`` names them; ``*`` in one stands for anything.
-        reduce: by default all values, [points, D].
+        points: as ``jserve.model.points`` names them, of one shape; ``*`` in one stands for anything.
+        reduce: by default all values, [points, D] or [points, N, H].
         prompt: requests may ask for ``"prompt"`` in place of True: ``RequestOutput.prompt_extra[name]`` then also has
             the values of each token of the prompt, which is computed in full. Programs with prefill compute them
             for all their tokens, and send them where somebody asked.
@@ -95,7 +97,7 @@ def _pack(
 def _after(name: str, reduce: Reduce | None, target: Target, outcome: StepOutcome) -> jax.Array:
     """[R, J, ...]."""
     at_E = drawn_places(outcome.view)
-    x_EPD = jnp.stack([x_TD[at_E] for x_TD in outcome.read], axis=1)
+    x_EPD = _stacked(name, [x_TD[at_E] for x_TD in outcome.read])
     if reduce is not None:
         asked = outcome.view.extra[_asks(name)] > 0
         x_EPD = where_asked(asked, jax.vmap(reduce), x_EPD)
@@ -107,11 +109,20 @@ def _after_prompt(
 ) -> jax.Array:
     """[prefill tokens, ...], in blocks, since what a reduction computes on its way may be large."""
     n = outcome.view.P
-    x_NPD = jnp.stack([x_TD[-n:] for x_TD in outcome.read], axis=1)
+    x_NPD = _stacked(name, [x_TD[-n:] for x_TD in outcome.read])
     if reduce is None:
         return x_NPD
     asked = outcome.view.extra[_asks(name)] > 1
     return where_asked(asked, partial(jax.lax.map, reduce, batch_size=BLOCK), x_NPD)
+
+
+def _stacked(name: str, found: Sequence[jax.Array]) -> jax.Array:
+    """[N, points, ...] of [N, ...] of each point."""
+    if len({x.shape for x in found}) > 1:
+        shapes = ", ".join(dict.fromkeys(str(list(x.shape[1:])) for x in found))
+        why = f"its points have values of several shapes, {shapes}; make a tap for each"
+        raise ConfigError(f"{name}: {why}", field=name)
+    return jnp.stack(found, axis=1)
 
 
 def where_asked(asked: jax.Array, reduce: Reduce, x_NPD: jax.Array) -> jax.Array:

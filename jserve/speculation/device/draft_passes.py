@@ -70,7 +70,7 @@ class StepOutcome:
     x_TD: jax.Array
     taps: list[jax.Array]
     read: list[jax.Array] = field(default_factory=list)
-    """float32[T, D] at each point that the step feature at hand reads."""
+    """float32[T, ...] at each point that the step feature at hand reads."""
 
     @property
     def newest_R(self) -> jax.Array:
