@@ -152,7 +152,7 @@ class Roofline:
     """Bytes of a number of partial sums between chips."""
     splits_logits: bool = False
     splits_residual: bool = False
-    """Where prompts are computed each chip keeps the residual stream of a part of the tokens."""
+    """In steps that compute prompts each chip keeps the residual stream of a part of the tokens."""
     read_itemsize: int = 4
     """Bytes of a number of that stream as products of plain weights read it."""
     kv: KVLayout = field(init=False)

@@ -83,7 +83,7 @@ class TriedLayout:
 
     @property
     def exchange(self) -> dict[str, str]:
-        """What its devices exchange, by the keys of a sharding."""
+        """The way in which its devices exchange, by the keys of a sharding."""
         return {"sums": self.sums, "logits": self.logits, "residual": self.residual}
 
     @property
@@ -173,7 +173,7 @@ def search(
     laid_out = functools.cache(functools.partial(_laid_out, model, config, chip))
     groups = [
         [
-            TriedLayout(tp=tp, ep=ep, replicas=n, **exchange)
+            TriedLayout(tp=tp, ep=ep, replicas=n, **exchange)  # type: ignore[arg-type]
             for exchange in exchanges(tp * ep, model.dtype.itemsize)
         ]
         for tp, ep, n in layouts(model, n_devices)

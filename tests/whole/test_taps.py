@@ -31,7 +31,7 @@ from tests.whole.test_serve import Server, client
 
 POINTS = ("blocks.0.hook_mlp_out", "blocks.1.hook_resid_post")
 HEADS = ("blocks.0.attn.hook_q", "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_z")
-KEYS = ("blocks.0.attn.hook_k", "blocks.1.attn.hook_rot_k", "blocks.1.attn.hook_v")
+KEYS = ("blocks.0.attn.hook_k", "blocks.1.attn.hook_v", "blocks.1.attn.hook_rot_k")
 PROMPTS = ["the fox", " ".join(["the quick brown fox jumps over the lazy dog"] * 3)]
 """One of them longer than a chunk of prefill."""
 
