@@ -13,16 +13,18 @@ from tests.fleet.test_face import World
 
 
 async def test_both_are_asked_in_turn(monkeypatch):
-    monkeypatch.setattr(replicas, "ASKED", 8)
+    monkeypatch.setattr(replicas, "THROUGH_S", 0.5)
     monkeypatch.setattr(replicas, "AT_ONCE", 4)
-    monkeypatch.setattr(replicas, "ANSWER", 3)
+    monkeypatch.setattr(replicas, "ANSWERS", (3, 6))
     async with World(1) as one, World(1) as other:
         found = await Load().first(one.fleet, other.fleet, 40, 3)
         assert set(found) == {"server_first_ms_40", "replica_first_ms_40", "added_ms_40"}
         counts = [world.fleet.members[0].n_requests for world in (one, other)]
         assert counts == [4, 4], "three and one to warm up"
-        assert await Load().through([one.fleet, other.fleet]) > 0
-        assert [world.fleet.members[0].n_requests for world in (one, other)] == [8, 8]
+        rate = await Load().through([one.fleet, other.fleet])
+        more = [world.fleet.members[0].n_requests - 4 for world in (one, other)]
+        assert min(more) >= 2, "two at once for each"
+        assert 0 < 0.5 * rate <= 6 * sum(more)
 
 
 async def test_the_wait_of_those_whose_replica_is_killed_is_found(monkeypatch):
@@ -44,7 +46,7 @@ async def test_the_wait_of_those_whose_replica_is_killed_is_found(monkeypatch):
         assert fleet.counters["resumed"] > 0
         assert found["gap_ms"] >= found["usual_ms"] > 0
         assert found["prefill_ms"] >= 0
-        assert found["overdue_ms"] > 1000
+        assert found["due_ms"] > 1000
 
 
 def test_routers_are_compared_with_one_cache(monkeypatch):

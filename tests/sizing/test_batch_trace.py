@@ -13,7 +13,7 @@ from jserve.build import text_side
 from jserve.cli import app
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
-from jserve.shard_commands import _items
+from jserve.shard_live import items_of
 from jserve.sim.recorded import SPARE, is_batch
 from jserve.sim.trace import TraceItem
 
@@ -37,7 +37,7 @@ def written(path: Path, lines: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def items(trace: str, **options: Any) -> list[TraceItem]:
-    return list(_items(EngineConfig.of(model=MINI, **options), MINI, trace))
+    return list(items_of(EngineConfig.of(model=MINI, **options), trace))
 
 
 def test_lines_are_requests_with_their_own_lengths_and_shared_prefixes(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     trace = written(tmp_path / "in.jsonl", LINES)
     config = EngineConfig.of(model="llama-3.1-8b")
     with pytest.raises(ConfigError, match="tokenizer") as caught:
-        _items(config, "llama-3.1-8b", trace)
+        items_of(config, trace)
     assert caught.value.field == "trace"
 
 
