@@ -146,13 +146,13 @@ def forward(
     else:
         x_TD, _ = model.family.forward(ctx, params, kv)
     reached_T = view.pos_T < (longest or T)
-    x_TD, *found = (_where(reached_T, y)[:T] for y in (x_TD, *found))
+    x_TD, *found = (_nan_beyond(reached_T, y)[:T] for y in (x_TD, *found))
     return (x_TD, dict(zip(points, found, strict=True))) if taps else x_TD
 
 
-def _where(kept_T: jax.Array, x: jax.Array) -> jax.Array:
-    """``x``, [T, ...], with NaN at other tokens."""
-    return jnp.where(kept_T.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
+def _nan_beyond(reached_T: jax.Array, x: jax.Array) -> jax.Array:
+    """``x``, [T, ...], with NaN at the tokens that are not reached."""
+    return jnp.where(reached_T.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
 
 
 def lens(model: FunctionalModel, params: Any, x_TD: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ from jserve.engine.wire import (
 from jserve.errors import EngineDead
 from jserve.fleet.autoscale import LOAD_VALUES
 from jserve.fleet.describe import describe
-from jserve.fleet.link import Door, FrameLink, FrontServer
+from jserve.fleet.link import Endpoint, FrameLink, FrontServer
 from jserve.fleet.serve_policy import RETIRED
 from jserve.types import Output, Request
 
@@ -150,9 +150,9 @@ class EngineHost:
             timer.daemon = True
             timer.start()
 
-    async def door(self, name: str) -> Door:
-        """The door for fronts. ``name`` is this replica's, for whoever routes the call."""
-        return await self._server.door()
+    async def endpoint(self, name: str) -> Endpoint:
+        """The endpoint for fronts. ``name`` is this replica's, for whoever routes the call."""
+        return await self._server.endpoint()
 
     # -- fronts, on the event loop
 

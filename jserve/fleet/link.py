@@ -6,7 +6,7 @@ are not encrypted::
 
     replica -> front   [ magic, 4 ][ nonce, 16 ]                 as a frame
     front -> replica   [ HMAC-SHA256 of that under the key ]     as a frame
-    both               frames; the front sends an empty one when it has had nothing to say for BEAT_S
+    both               frames; the front sends an empty one every HEARTBEAT_S
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"JFL1"
 HELLO_BYTES = len(MAGIC) + 16
-UNKNOWN_BYTES = 256
-"""Whoever has not shown the key may send no more."""
+MAX_HELLO_BYTES = 256
+"""Whoever has not shown that it knows the key may send no more."""
 HELLO_S = 10.0
-"""Within which both ends must have said hello."""
-BEAT_S = 3.0
+"""Until then it must have; a front waits so long for a connection."""
+HEARTBEAT_S = 3.0
 SILENT_S = 15.0
 """A front that sends nothing for so long, not even an empty frame, is gone."""
 
 
-class Door(NamedTuple):
+class Endpoint(NamedTuple):
     """The address at which a replica listens, and the key that it lets in."""
 
     host: str
@@ -79,12 +79,12 @@ class FrameLink(asyncio.Protocol):
         self.heard_at = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._received, self._most = bytearray(), UNKNOWN_BYTES
+        self._received, self._most = bytearray(), MAX_HELLO_BYTES
         self._lock, self._leaving = threading.Lock(), bytearray()
         """Frames may come from any thread; they leave from the loop's."""
         self._why = "the other end hung up"
 
-    def trust(self) -> None:
+    def authenticated(self) -> None:
         """The other end is who it should be, and may send frames of any length."""
         self._most = 0
 
@@ -165,7 +165,7 @@ class FrontServer:
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
-    async def door(self) -> Door:
+    async def endpoint(self) -> Endpoint:
         """The address at which it listens from now on, and its key. On one event loop.
 
         Raises:
@@ -175,7 +175,7 @@ class FrontServer:
             if self._server is None:
                 loop = asyncio.get_running_loop()
                 self._server = await loop.create_server(self._link, self._address, 0)
-        return Door(self._address, self._server.sockets[0].getsockname()[1], self._key)
+        return Endpoint(self._address, self._server.sockets[0].getsockname()[1], self._key)
 
     def _link(self) -> FrameLink:
         """The end for one who connected, who has to show the key first."""
@@ -187,7 +187,7 @@ class FrontServer:
             if not hmac.compare_digest(payload, _proof(self._key, nonce)):
                 raise LinkClosed("it has another key")
             known = True
-            link.trust()
+            link.authenticated()
             link.on_payload = lambda payload: self._took(link, payload)
             self._joined(link)
 
@@ -217,12 +217,12 @@ class FrontClient:
     All but ``close`` is called on the event loop of ``start``.
 
     Args:
-        door: asks the replica where it listens.
+        endpoint: asks the replica where it listens.
     """
 
-    def __init__(self, door: Callable[[], Awaitable[Door]]) -> None:
+    def __init__(self, endpoint: Callable[[], Awaitable[Endpoint]]) -> None:
         self.info: dict[str, Any] = {}
-        self._door = door
+        self._endpoint = endpoint
         self._link: FrameLink | None = None
         self._task: asyncio.Task[None] | None = None
         self._over = threading.Event()
@@ -280,13 +280,13 @@ class FrontClient:
 
     async def _converse(self, on_message: OnMessage) -> str:
         """The conversation; the reason of its end."""
-        host, port, key = await self._door()
+        host, port, key = await self._endpoint()
         over: asyncio.Future[str] = self._loop.create_future()
 
         def first(payload: bytes) -> None:
             if len(payload) != HELLO_BYTES or not payload.startswith(MAGIC):
                 raise LinkClosed("the replica is of another version")
-            link.trust()
+            link.authenticated()
             link.on_payload = lambda payload: self._take(payload, on_message)
             link.send(framed(_proof(key, payload)))
 
@@ -299,7 +299,7 @@ class FrontClient:
             await self._loop.create_connection(lambda: link, host, port)
         self._link = link
         while True:
-            done, _ = await asyncio.wait([over], timeout=BEAT_S)
+            done, _ = await asyncio.wait([over], timeout=HEARTBEAT_S)
             if done:
                 return over.result()
             link.send(framed(b""))

@@ -21,7 +21,7 @@ from jserve.config import EngineConfig, FleetOptions, ServerOptions
 from jserve.errors import ConfigError, EngineDead
 from jserve.fleet import membership
 from jserve.fleet.host import EngineHost
-from jserve.fleet.link import Door, FrontClient
+from jserve.fleet.link import Endpoint, FrontClient
 from jserve.fleet.serve_policy import ServePolicy
 from jserve.fleet.source import OnChange
 
@@ -204,10 +204,10 @@ class RayReplicas:
             self._handle = handle.options(stream=False)  # which makes its router
 
     def client(self, name: str) -> FrontClient:
-        async def door() -> Door:
-            return Door(*await self._handle.door.remote(name))
+        async def endpoint() -> Endpoint:
+            return Endpoint(*await self._handle.endpoint.remote(name))
 
-        return FrontClient(door)
+        return FrontClient(endpoint)
 
     async def retire(self, name: str) -> None:
         try:

@@ -185,9 +185,6 @@ def _layers(
     if why:
         return [], f"no errors of layers: {why}"
     found = layer_errors(_loadable(base, origin), _loadable(config, source), texts.scored)
-    return (
-        found,
-        ""
-        if found
-        else "no errors of layers: the embedding is another one (rotated or quantised?)",
-    )
+    if found:
+        return found, ""
+    return [], "no errors of layers: the embedding is another one (rotated or quantised?)"

@@ -175,7 +175,7 @@ class HostClient(FrontClient):
     """A client of a host in this process. While its source holds it, both wait for what the other one says."""
 
     def __init__(self, source: ThreadSource, name: str) -> None:
-        super().__init__(partial(source.hosts[name].door, name))
+        super().__init__(partial(source.hosts[name].endpoint, name))
         self.name, self.held = name, name in source.held
         self._unsent: list[bytes] = []
         self._unheard: list[tuple[bytes, OnMessage]] = []

@@ -18,7 +18,7 @@ from jserve.config import EngineConfig
 from jserve.engine.wire import Control, HandleCommand, Outputs
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, EngineDead, JserveError
 from jserve.fleet.face import FleetEngine
-from jserve.fleet.link import Door, FrontClient
+from jserve.fleet.link import Endpoint, FrontClient
 from jserve.fleet.member import OVERDUE_S
 from jserve.llm import LLM
 from jserve.outputs import PartialOutput, RequestOutput
@@ -180,7 +180,7 @@ async def test_a_replica_that_cannot_be_connected_to_again_is_lost_once(monkeypa
     """Serve has not yet heard of its end: the front tries again and again."""
     tries: list[str] = []
 
-    async def door() -> Door:
+    async def endpoint() -> Endpoint:
         tries.append("")
         raise ConnectionRefusedError
 
@@ -188,7 +188,7 @@ async def test_a_replica_that_cannot_be_connected_to_again_is_lost_once(monkeypa
         fleet, source = world.fleet, world.source
         name = fleet.members[0].name
         with monkeypatch.context() as patch:
-            patch.setattr(source, "client", lambda name: FrontClient(door))
+            patch.setattr(source, "client", lambda name: FrontClient(endpoint))
             source.clients[name].cut()
             await until(lambda: len(tries) > 2)
         assert fleet.counters["engine_deaths"] == 1

@@ -29,7 +29,7 @@ class Front:
 
     def __init__(self, host: EngineHost) -> None:
         self.told: list[Message] = []
-        self.client = FrontClient(lambda: host.door("r"))
+        self.client = FrontClient(lambda: host.endpoint("r"))
         self.client.start(self.told.append)
 
     async def ready(self) -> Front:

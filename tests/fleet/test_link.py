@@ -12,7 +12,7 @@ import pytest
 
 from jserve.engine.wire import Fault, Gone, Message, Outputs, Ready, framed, pack, take_frames
 from jserve.fleet import link as link_module
-from jserve.fleet.link import HELLO_BYTES, MAGIC, Door, FrameLink, FrontClient, FrontServer
+from jserve.fleet.link import HELLO_BYTES, MAGIC, Endpoint, FrameLink, FrontClient, FrontServer
 from tests.fleet.test_face import requests, until
 
 
@@ -33,10 +33,12 @@ class Replica:
         self.said.append(payload)
 
     @contextlib.asynccontextmanager
-    async def front(self, door: Door | None = None) -> AsyncIterator[tuple[FrontClient, list]]:
+    async def front(
+        self, endpoint: Endpoint | None = None
+    ) -> AsyncIterator[tuple[FrontClient, list]]:
         """A front, let in or not, and what it was told."""
         told: list[Message] = []
-        client = FrontClient(self.server.door if door is None else lambda: _made(door))
+        client = FrontClient(self.server.endpoint if endpoint is None else lambda: _made(endpoint))
         client.start(told.append)
         try:
             yield client, told
@@ -46,13 +48,13 @@ class Replica:
             assert [type(one) for one in told[-2:]] == [Fault, Gone]
 
 
-async def _made(door: Door) -> Door:
-    return door
+async def _made(endpoint: Endpoint) -> Endpoint:
+    return endpoint
 
 
 async def stranger(replica: Replica) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Somebody who has connected and read the hello."""
-    host, port, _ = await replica.server.door()
+    host, port, _ = await replica.server.endpoint()
     reader, writer = await asyncio.open_connection(host, port)
     hello = await reader.readexactly(4 + HELLO_BYTES)
     assert hello[4:8] == MAGIC
@@ -107,8 +109,8 @@ async def test_last_words_arrive():
 
 async def test_another_key_is_not_let_in():
     replica = Replica()
-    host, port, _ = await replica.server.door()
-    async with replica.front(Door(host, port, b"x" * 32)) as (_, told):
+    host, port, _ = await replica.server.endpoint()
+    async with replica.front(Endpoint(host, port, b"x" * 32)) as (_, told):
         await until(lambda: bool(told))
         assert isinstance(told[0], Fault)
     assert not replica.links
@@ -150,13 +152,13 @@ async def test_whoever_connects_and_says_nothing_is_let_go(words, monkeypatch):
 async def test_a_front_that_has_nothing_to_say_stays_and_one_that_is_silent_is_gone(monkeypatch):
     monkeypatch.setattr(link_module, "SILENT_S", 0.6)
     monkeypatch.setattr(link_module, "HELLO_S", 0.3)
-    monkeypatch.setattr(link_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.1)
     replica = Replica()
     async with replica.front() as (_, told):
         await until(lambda: bool(told))
         await asyncio.sleep(1.5)
         assert not replica.gone
-        monkeypatch.setattr(link_module, "BEAT_S", 60.0)
+        monkeypatch.setattr(link_module, "HEARTBEAT_S", 60.0)
         await until(lambda: replica.gone == replica.links)
         await until(lambda: isinstance(told[-1], Gone))
     assert replica.said == [], "an empty frame says nothing"
@@ -182,7 +184,7 @@ async def test_a_replica_of_another_version_is_named():
 
     server = await asyncio.start_server(old, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, Replica().front(Door("127.0.0.1", port, b"k")) as (_, told):
+    async with server, Replica().front(Endpoint("127.0.0.1", port, b"k")) as (_, told):
         await until(lambda: len(told) == 2)
         assert "another version" in told[0].message
 
@@ -204,7 +206,7 @@ async def test_frames_may_come_in_any_pieces():
     """Bytes that the network cuts where it likes."""
     got: list[bytes] = []
     end = FrameLink(got.append, lambda why: None)
-    end.trust()
+    end.authenticated()
     whole = b"".join(framed(bytes([i]) * i) for i in range(1, 40))
     for at in range(0, len(whole), 7):
         end.data_received(whole[at : at + 7])
@@ -217,6 +219,6 @@ async def test_a_replica_that_cannot_be_reached_is_gone():
     ) as server:
         port = server.sockets[0].getsockname()[1]
     await server.wait_closed()
-    async with Replica().front(Door("127.0.0.1", port, b"k")) as (_, told):
+    async with Replica().front(Endpoint("127.0.0.1", port, b"k")) as (_, told):
         await until(lambda: len(told) == 2)
         assert "ConnectionRefusedError" in told[0].message

@@ -37,10 +37,9 @@ WINDOWED = resized(ARCH, windows=(W, 12))
 LADDER = Ladder(buckets=(Bucket(D=6, P=48, F=6),))
 
 
-@lru_cache(maxsize=2)
-def runner(sinks: int = 0) -> ModelRunner:
+def windowed(**options: int) -> ModelRunner:
     mesh = make_mesh(1)
-    config = EngineConfig.of(**OPTIONS | {"attention_sinks": sinks})
+    config = EngineConfig.of(**OPTIONS | options)
     return ModelRunner(
         LLAMA,
         WINDOWED,
@@ -52,6 +51,11 @@ def runner(sinks: int = 0) -> ModelRunner:
         strict=True,
         files=programs.kept(),
     )
+
+
+@lru_cache(maxsize=2)
+def runner(sinks: int = 0) -> ModelRunner:
+    return windowed(attention_sinks=sinks)
 
 
 def engine_of(device: ModelRunner, *, keep: bool = False, n_pages: int = 97, **options) -> Engine:
@@ -118,19 +122,7 @@ SMALL = {"n_pages": 11, "max_prefill_chunk": 4}
 @lru_cache(maxsize=1)
 def small() -> ModelRunner:
     """A pool of 80 tokens under a context of 128."""
-    mesh = make_mesh(1)
-    config = EngineConfig.of(**OPTIONS | SMALL)
-    return ModelRunner(
-        LLAMA,
-        WINDOWED,
-        tiny_params(mesh),
-        mesh,
-        config,
-        rules=RULES,
-        ladder=LADDER,
-        strict=True,
-        files=programs.kept(),
-    )
+    return windowed(**SMALL)
 
 
 @pytest.mark.one_in(2)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from jserve.errors import ConfigError
-from jserve.fleet.router import POLICIES
+from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.sim import traffic
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.report import Slo, summarise
@@ -57,6 +57,21 @@ def test_an_arrival_waits_for_no_other_engine():
     """Two long prompts at once: each replica computes one."""
     run = fleet([item("1", 0.0, 60, 2), item("2", 0.01, 60, 2)], 2)
     assert [d.ttft for d in run.records.done] == pytest.approx([0.7, 0.7], abs=1e-6)
+
+
+def test_the_router_hears_of_every_end(monkeypatch):
+    """Also between two views, as that of a live front does."""
+    heard, ended = Counter(), ReplicaRouter.ended
+
+    def noted(self: ReplicaRouter, replica: int, n: int) -> None:
+        heard[replica] += n
+        ended(self, replica, n)
+
+    monkeypatch.setattr(ReplicaRouter, "ended", noted)
+    run = fleet(SHARED, 3)
+    n = len(run.records.done)
+    assert n - 3 <= sum(heard.values()) <= n, "behind the last choice nobody listens"
+    assert min(heard[i] for i in range(3)) > 0
 
 
 def test_a_cancel_goes_where_the_request_is():
