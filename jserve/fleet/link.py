@@ -186,10 +186,10 @@ class FrontServer:
             nonlocal known
             if not hmac.compare_digest(payload, _proof(self._key, nonce)):
                 raise LinkClosed("it has another key")
-            known = True
             link.authenticated()
             link.on_payload = lambda payload: self._took(link, payload)
             self._joined(link)
+            known = True
 
         def closed(why: str) -> None:
             watching.cancel()
