@@ -546,8 +546,7 @@ class FleetOptions:
     )
     roles: str = opt(
         "",
-        "replicas that compute prompts for the others, as prefill=1,decode=3, or auto: as many as the"
-        " load needs; empty: all do both",
+        "who computes prompts for the others: prefill=1,decode=3, or auto; empty: all do both",
     )
 
 
