@@ -27,7 +27,7 @@ kernels = jax.make_user_context("")
 traced again."""
 
 HOPPER = "hopper"
-MOST_ROWS = {HOPPER: 0, "plain": 0, "avx2": 4096, "avx512f": 8, "avx512_bf16": 4096}
+MOST_ROWS = {HOPPER: 0, "plain": 0, "avx2": 4096, "avx512f": 8, "avx512_bf16": 4096, "amx_bf16": 4096}
 """Rows of a product up to which each level beats XLA."""
 
 
@@ -172,7 +172,7 @@ def attends(pool: jax.Array, G: int) -> bool:
 
 
 def has_attention(level: str) -> bool:
-    return level in ("avx2", "avx512f", "avx512_bf16")
+    return level in LEVELS[1:]
 
 
 class Rows(NamedTuple):

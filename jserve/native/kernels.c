@@ -33,6 +33,14 @@
 #else
 #define X86 0
 #endif
+/* Tile registers: of compilers that know them, on a system that lends them when asked. */
+#if X86 && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define AMX 0
+#endif
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -40,7 +48,7 @@
 typedef uint16_t bf16;
 typedef int64_t i64;
 
-enum { PLAIN, AVX2, AVX512F, AVX512_BF16, N_LEVELS };
+enum { PLAIN, AVX2, AVX512F, AVX512_BF16, AMX_BF16, N_LEVELS };
 
 INLINE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
@@ -63,6 +71,16 @@ INLINE bf16 narrow(float f) {
 
 /* --- levels --- */
 
+#if AMX
+/* Whether this process may use tiles; the kernel gives their place in a thread's state only to those that ask. */
+static int lends_tiles(void) {
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#else
+static int lends_tiles(void) { return 0; }
+#endif
+
 #if X86
 static int detect(void) {
   unsigned a, b, c, d, lo, hi;
@@ -71,13 +89,14 @@ static int detect(void) {
   if (!fma || !osxsave) return PLAIN;
   __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
   if ((lo & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return PLAIN;
-  unsigned subleaves = a, vnni = c >> 11 & 1;
+  const unsigned subleaves = a, vnni = c >> 11 & 1, tiles = (d >> 22 & 1) && (d >> 24 & 1); /* AMX-BF16, AMX-TILE */
   int avx2 = b >> 5 & 1;
   int avx512 = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1); /* F, DQ, BW, VL */
   if (!avx2) return PLAIN;
   if (!avx512 || (lo & 0xe6) != 0xe6) return AVX2;
   if (subleaves < 1 || !vnni || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return AVX512F;
-  return a >> 5 & 1 ? AVX512_BF16 : AVX512F;
+  if (!(a >> 5 & 1)) return AVX512F;
+  return tiles && (lo & 0x60000) == 0x60000 && lends_tiles() ? AMX_BF16 : AVX512_BF16;
 }
 #else
 static int detect(void) { return PLAIN; }
@@ -107,6 +126,7 @@ typedef struct {
   const float *x;     /* [M, K] as given */
   void *packed;       /* in the level's own form */
   int few;            /* whether that is the form for few live rows */
+  int tiles;          /* whether AMX multiplies what is not few */
   /* Where kind is not BF16: */
   int kind;
   const uint8_t *q;    /* [N, K]; of four bits: [N, K / 2], byte j of 32 weights has weight j in its low half, 16 + j in the other */
@@ -116,6 +136,7 @@ typedef struct {
   i64 groups;          /* of a row */
   RoundedRow *rounded; /* [L] */
   bf16 *room;          /* for the weights of a chunk, widened; of the thread alone */
+  void *sums;          /* of a chunk by tiles, likewise */
   i64 rows_ahead;      /* weight rows from a thread's chunk to its next one, about */
   i64 then;            /* the weight row at which a thread goes on behind those of a call, about */
   const char *next_chunk; /* of a product with weights in room: where the numbers of that begin */
@@ -394,9 +415,9 @@ T_BF16 INLINE __m512 sums16(const __m512 *v) {
 }
 
 /* Up to FEW live rows x is kept as rows of whole vectors, a multiple of four rows; beyond, lanes are rows of x:
- * [ceil(L / 16)][ceil(K / 2)][16] pairs of values. */
+ * [ceil(L / 16)][16 * ceil(K / 32)][16] pairs of values. */
 static size_t bf16_bytes(i64 L, i64 K) {
-  i64 values = L <= FEW ? up_to(L, 4) * up_to(K, 32) : up_to(L, 16) * up_to(K, 2);
+  i64 values = up_to(L, L <= FEW ? 4 : 16) * up_to(K, 32);
   return (size_t)values * sizeof(bf16);
 }
 
@@ -443,7 +464,7 @@ T_BF16 INLINE void turn16(__m512i *v) {
 }
 
 T_BF16 static void bf16_pack_lanes(const Product *p, i64 i0, i64 i1) {
-  i64 pairs = up_to(p->K, 2) / 2;
+  i64 pairs = up_to(p->K, 32) / 2;
   for (i64 i = i0; i < i1; i += 16) {
     uint32_t *to = (uint32_t *)p->packed + i * pairs;
     for (i64 k = 0; k < p->K; k += 32) {
@@ -459,7 +480,7 @@ T_BF16 static void bf16_pack_lanes(const Product *p, i64 i0, i64 i1) {
         v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
       }
       turn16(v);
-      for (i64 j = 0; j < min64(16, pairs - k / 2); j++) _mm512_storeu_si512(to + (k / 2 + j) * 16, v[j]);
+      for (i64 j = 0; j < 16; j++) _mm512_storeu_si512(to + (k / 2 + j) * 16, v[j]);
     }
   }
 }
@@ -661,7 +682,7 @@ T_BF16 INLINE void put(const __m512 *s, Target t, i64 i, i64 rows, i64 n, i64 co
  * against 32 rows of x with ``two``, or against 16 with two sums each. Eight weight rows two
  * groups ahead are fetched in the order of memory (row_ahead). */
 T_BF16 INLINE void bf16_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
-  const i64 K = p->K, pairs = up_to(K, 2) / 2;
+  const i64 K = p->K, pairs = up_to(K, 32) / 2;
   const uint32_t *x = (const uint32_t *)p->packed + i * pairs, *u = x + 16 * pairs;
   const i64 per_weight = !p->next_chunk ? 16 : half_bytes(p->kind) ? 4 : 8; /* bytes of eight rows */
   const char *next = (const char *)(p->w + row_ahead(p, n + 16, n1) * K);
@@ -728,6 +749,8 @@ T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
       }
 }
 
+#include "amx.h"
+
 #define FEW_ROWS(NAME, KIND)                                                                                           \
   T_BF16 static void NAME(const Product *p, i64 n0, i64 n1, Target t) {                                                \
     if (p->L == 1 && KIND == BF16 && p->K <= LONGEST_LINEAR)                                                           \
@@ -745,6 +768,10 @@ FEW_ROWS(e4m3_few, E4M3)
 T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
   if (p->few)
     bf16_few(p, n0, n1, t);
+#if AMX
+  else if (p->tiles)
+    amx_rows(p, n0, n1, t);
+#endif
   else
     bf16_many(p, n0, n1, t);
 }
@@ -759,6 +786,7 @@ static const Level LEVELS[N_LEVELS] = {
     {avx2_bytes, avx2_pack, avx2_rows, avx2_silu},
     {avx512f_bytes, avx512f_pack, avx512f_rows, avx512f_silu},
     {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
+    {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
 #endif
 };
 
@@ -768,6 +796,7 @@ static const Level WIDENED_LEVELS[N_LEVELS] = {
     {avx2_bytes, avx2_pack, avx2_widened, avx2_silu},
     {avx512f_bytes, avx512f_pack, avx512f_widened, avx512f_silu},
     {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu},
+    {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu},
 #endif
 };
 
@@ -776,6 +805,7 @@ static const Level ROUNDED_LEVELS[N_LEVELS] = {
 #if X86
     {whole_bytes, avx2_round_pack, avx2_round_rows, avx2_silu},
     {whole_bytes, avx2_round_pack, avx2_round_rows, avx512f_silu},
+    {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
     {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
 #endif
 };
@@ -792,11 +822,12 @@ static const Level *functions_for(int level, const Product *p) {
       [AVX2] = {avx2_grouped_bytes, avx2_grouped_pack, avx2_grouped_rows, avx2_silu},
       [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu},
       [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu},
+      [AMX_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu},
   };
   const int row_scales = scaled_later(p) && !p->zero;
-  if (level == AVX512_BF16 && p->kind == INT8 && row_scales) return &int8;
-  if (level == AVX512_BF16 && p->kind == E4M3 && row_scales) return &e4m3;
-  if (level == AVX512_BF16 && half_bytes(p->kind) && fits_four_bit(p->K, p->groups)) return &four_bit;
+  if (level >= AVX512_BF16 && p->kind == INT8 && row_scales) return &int8;
+  if (level >= AVX512_BF16 && p->kind == E4M3 && row_scales) return &e4m3;
+  if (level >= AVX512_BF16 && half_bytes(p->kind) && fits_four_bit(p->K, p->groups)) return &four_bit;
   if (level >= AVX2 && fits_grouped(p)) return &grouped[level];
 #endif
   return &WIDENED_LEVELS[level];
@@ -952,6 +983,19 @@ enum {
   HELD = 4096,       /* results of gate, and of up, that it keeps on its stack */
 };
 
+/* What threads have to themselves: room for the weights of a chunk, then for its sums by tiles. */
+typedef struct {
+  char *first; /* NULL: there are none */
+  i64 weights, each;
+} Rooms;
+
+static Product with_room(const Product *p, Rooms rooms, int seat) {
+  Product own = *p;
+  own.room = (bf16 *)(rooms.first + seat * rooms.each);
+  own.sums = rooms.first + seat * rooms.each + rooms.weights;
+  return own;
+}
+
 typedef struct {
   Product p;
   const Level *level;
@@ -960,7 +1004,7 @@ typedef struct {
   i64 rows_per_chunk;
   i64 n_column_chunks;
   const int32_t *zero; /* [M - L] dead rows of x */
-  i64 room_bytes;      /* of each thread's room, the first of which is p.room */
+  Rooms rooms;
 } ProductWork;
 
 /* Chunks before those of the product pack x, those after them zero the results of dead rows. */
@@ -974,19 +1018,13 @@ static int aside(const Job *job, i64 number) {
   return number < job->n_first || first >= 0;
 }
 
-static Product with_room(const ProductWork *work, int seat) {
-  Product p = work->p;
-  if (p.room) p.room = (bf16 *)((char *)p.room + seat * work->room_bytes);
-  return p;
-}
-
 static void product_chunk(const Job *job, i64 number, int seat) {
   const ProductWork *work = job->work;
   if (aside(job, number)) return;
   number -= job->n_first;
   i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->p.row};
-  Product p = with_room(work, seat);
+  Product p = with_room(&work->p, work->rooms, seat);
   p.then = n0 + p.rows_ahead;
   work->level->rows(&p, n0, n1, t);
 }
@@ -1003,6 +1041,12 @@ static Product part_of(const Level *level, const Product *p, i64 i, i64 n) {
 
 /* Columns [n0, n1) of gate_up, to rows ``t.row`` of ``t``, which has as many columns as the gate has. */
 static void gated(const Level *level, const Product *p, i64 n0, i64 n1, Target t) {
+#if AMX
+  if (p->tiles && !p->few && p->kind == BF16) {
+    amx_gated(p, n0, n1, t);
+    return;
+  }
+#endif
   const i64 n = n1 - n0;
   float gate[HELD], up[HELD];
   int32_t number_of[PART];
@@ -1022,7 +1066,7 @@ static void gate_up_chunk(const Job *job, i64 number, int seat) {
   if (aside(job, number)) return;
   number -= job->n_first;
   const i64 n0 = number * work->rows_per_chunk, n1 = min64(work->N, n0 + work->rows_per_chunk);
-  Product p = with_room(work, seat);
+  Product p = with_room(&work->p, work->rooms, seat);
   p.then = n0 + p.rows_ahead;
   gated(work->level, &p, n0, n1, (Target){work->y + n0, work->N, work->p.row});
 }
@@ -1050,17 +1094,25 @@ static i64 sort_rows(const float *x, i64 M, i64 K, int32_t *row) {
   return live;
 }
 
-/* Weight rows of a chunk, of N that meet up to L rows of x. */
-static i64 chunk_rows(i64 N, i64 K, i64 L, int fused) {
-  i64 rows = max64(CHUNK_BYTES / max64((fused ? 2 : 1) * K * (i64)sizeof(bf16), 1), 1);
+/* Results of a chunk: of N that meet up to L live rows of x. Tiles of whole weights take more at once, so that x is read
+ * less often than weights are. */
+static i64 chunk_rows(const Product *p, i64 N, i64 L, int fused) {
+  const i64 each = fused ? 2 : 1, tiled = p->tiles && L > FEW;
+  i64 rows = max64(CHUNK_BYTES / max64(each * p->K * (i64)sizeof(bf16), 1), 1);
+  if (tiled && p->kind == BF16) rows = max64(rows, min64(L, TILED_X) / each);
   rows = min64(rows, (N + FEWEST_CHUNKS - 1) / FEWEST_CHUNKS);
-  rows = up_to(rows, CHUNK_ROWS);
-  return fused ? min64(rows, HELD / min64(max64(L, 8), PART) / 8 * 8) : rows;
+  rows = up_to(rows, tiled ? 2 * TILE_ROWS / each : CHUNK_ROWS);
+  const int held = fused && !(tiled && p->kind == BF16);
+  return held ? min64(rows, HELD / min64(max64(L, 8), PART) / 8 * 8) : rows;
 }
 
-/* Of a thread's room for the weights of a chunk of at most ``rows``. */
-static i64 room_bytes(const Product *p, i64 rows) {
-  return p->kind == BF16 || p->kind == ROUNDED ? 0 : up_to(rows * p->K * (i64)sizeof(bf16), 64);
+/* For each thread, with up to M live rows of x. */
+static Rooms rooms_for(const Product *p, i64 N, i64 M, int fused) {
+  const i64 rows = max64(chunk_rows(p, N, 1, fused), chunk_rows(p, N, M, fused));
+  const int widened = p->kind != BF16 && p->kind != ROUNDED;
+  Rooms rooms = {.weights = widened ? up_to(rows * p->K * (i64)sizeof(bf16), 64) : 0};
+  rooms.each = rooms.weights + (p->tiles && M > FEW ? tiled_bytes((fused ? 2 : 1) * rows, M) : 0);
+  return rooms;
 }
 
 /* ``p``, of which weights, sizes and x are given, or gate_up where ``fused``. Returns 0 where there is no memory. */
@@ -1071,8 +1123,9 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   if (p.N * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   const i64 rows_bytes = up_to(M * 4, 64), rounded_bytes = p.kind == ROUNDED ? up_to(M * (i64)sizeof(RoundedRow), 64) : 0;
   const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, few_rows(level, &p)), K));
-  const i64 room = room_bytes(&p, chunk_rows(N, K, 1, fused));
-  Job *job = new_job((size_t)(rows_bytes + rounded_bytes + up_to(packed, 64) + room * (room ? pool_threads(call) : 0)));
+  p.tiles = level >= AMX_BF16;
+  Rooms rooms = rooms_for(&p, N, M, fused);
+  Job *job = new_job((size_t)(rows_bytes + rounded_bytes + up_to(packed, 64) + rooms.each * pool_threads(call)));
   if (!job) return 0;
   int32_t *row = job->scratch;
   char *rest = (char *)job->scratch + rows_bytes;
@@ -1081,11 +1134,11 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   p.few = p.L <= few_rows(level, &p);
   if (rounded_bytes) p.rounded = (RoundedRow *)rest;
   p.packed = rest + rounded_bytes;
-  if (room) p.room = (bf16 *)((char *)p.packed + up_to(packed, 64));
-  ProductWork work = {.p = p, .level = with, .y = y, .N = N, .zero = row + p.L, .room_bytes = room};
+  rooms.first = (char *)p.packed + up_to(packed, 64);
+  ProductWork work = {.p = p, .level = with, .y = y, .N = N, .zero = row + p.L, .rooms = rooms};
   job->n_first = p.L > PACK_AT_ONCE ? (p.L + PACK_AT_ONCE - 1) / PACK_AT_ONCE : 0;
   if (p.L && !job->n_first) with->pack(&work.p, 0, p.L);
-  const i64 rows = chunk_rows(N, K, p.L, fused);
+  const i64 rows = chunk_rows(&p, N, p.L, fused);
   work.rows_per_chunk = rows;
   work.p.rows_ahead = rows * pool_threads(call);
   work.n_column_chunks = p.L ? (N + rows - 1) / rows : 0;
@@ -1108,8 +1161,7 @@ typedef struct {
   float *y;
   i64 N, rows_per_chunk, chunks_each, threads;
   int fused;
-  char *room; /* where a thread's room begins */
-  i64 room_bytes;
+  Rooms rooms;
 } ExpertWork;
 
 static void expert_chunk(const Job *job, i64 number, int seat) {
@@ -1117,10 +1169,9 @@ static void expert_chunk(const Job *job, i64 number, int seat) {
   i64 g = number / work->chunks_each, n0 = number % work->chunks_each * work->rows_per_chunk;
   i64 n1 = min64(work->N, n0 + work->rows_per_chunk);
   Target t = {work->y + n0, work->N, work->to[g]};
-  Product p = work->p[g];
+  Product p = with_room(&work->p[g], work->rooms, seat);
   p.rows_ahead = work->rows_per_chunk * work->threads;
   p.then = n0 + p.rows_ahead;
-  p.room = (bf16 *)(work->room + seat * work->room_bytes);
   if (work->fused)
     gated(work->level, &p, n0, n1, t);
   else
@@ -1171,7 +1222,7 @@ static void sort_by_expert(const Experts *e, i64 *end, int32_t *to, int32_t *fro
 }
 
 /* Returns 0 where there is no memory. */
-static int experts(int level, const Experts *e, const FfiCall *call) {
+static int experts(int level, Experts *e, const FfiCall *call) {
   const i64 most = min64(e->A, e->E), rows_each = (e->fused ? 2 : 1) * e->N, K = e->of.K;
   if (e->A == 0 || e->N == 0) return 1;
   const Level *with = functions_for(level, &e->of);
@@ -1179,8 +1230,10 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
   const i64 ends = up_to((e->E + 1) * 8, 64), numbers = up_to(e->A * 4, 64);
   const i64 products = up_to(most * (i64)sizeof(Product), 64), pointers = up_to(most * 8, 64);
   const i64 rounded_bytes = e->of.kind == ROUNDED ? up_to(e->A * (i64)sizeof(RoundedRow), 64) : 0;
-  const i64 room = room_bytes(&e->of, chunk_rows(e->N, K, 1, e->fused)), threads = pool_threads(call);
-  Job *job = new_job((size_t)(ends + 2 * numbers + products + pointers + rounded_bytes + e->A * alone + threads * room));
+  const i64 threads = pool_threads(call);
+  e->of.tiles = level >= AMX_BF16;
+  Rooms rooms = rooms_for(&e->of, e->N, e->A, e->fused);
+  Job *job = new_job((size_t)(ends + 2 * numbers + products + pointers + rounded_bytes + e->A * alone + threads * rooms.each));
   if (!job) return 0;
   char *rest = job->scratch;
   i64 *end = (i64 *)rest;
@@ -1205,7 +1258,8 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
     rows_of_y[n++] = to + begin;
     longest = max64(longest, L);
   }
-  const i64 rows = chunk_rows(e->N, K, longest, e->fused);
+  const i64 rows = chunk_rows(&e->of, e->N, longest, e->fused);
+  rooms.first = rest;
   if (n * rows_each * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   ExpertWork work = {
       .p = p,
@@ -1217,8 +1271,7 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
       .chunks_each = (e->N + rows - 1) / rows,
       .threads = threads,
       .fused = e->fused,
-      .room = rest,
-      .room_bytes = room,
+      .rooms = rooms,
   };
   job->n_chunks = n * work.chunks_each;
   job->chunk = expert_chunk;

@@ -16,7 +16,7 @@ from tests.native.direct import Guarded
 from tests.native.quantised import Weights, exact, multiply, weights
 
 ROWS = (*range(1, 41), 64, 65, 128)
-FEW = {"plain": 0, "avx2": 32, "avx512f": 32, "avx512_bf16": 8}
+FEW = {"plain": 0, "avx2": 32, "avx512f": 32, "avx512_bf16": 8, "amx_bf16": 8}
 """Rows up to which a level widens numbers of groups in registers."""
 FORMS = {
     "rounded": ("rounded", 0, ""),
