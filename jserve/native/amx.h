@@ -4,9 +4,10 @@
  * leaves them; their product is added to a tile of 16 weight rows by 16 rows of x. Two of the one meet two of the other, so
  * that of eight tiles four are sums.
  *
- * A chunk of weights is taken TILED_VALUES of 32 rows at a time. They are copied tile by tile to where the first-level cache
- * has room for them (it has not for rows that are powers of two apart) and meet up to TILED_X rows of x. The sums of all
- * of the chunk wait in the thread's room, and are turned and written when they are complete, line after line of a row of y. */
+ * A chunk of weights is taken 32 rows at a time. Where these meet no more than two tiles of x, they are read where they lie.
+ * Else TILED_VALUES of them at a time are copied tile by tile to where the first-level cache has room for them (it has not
+ * for rows that are powers of two apart) and meet up to TILED_X rows of x. The sums of all of the chunk wait in the thread's
+ * room, and are turned and written when they are complete, line after line of a row of y. */
 
 enum { TILE_ROWS = 16, TILE_VALUES = 32, TILED_VALUES = 512, TILED_X = 256 };
 
@@ -44,15 +45,20 @@ T_AMX INLINE void copy_tile(bf16 (*to)[TILE_VALUES], const bf16 *w, i64 K, i64 r
       _mm512_store_si512(to[r], r < rows ? load_n(w + r * K, n) : _mm512_setzero_si512());
 }
 
-/* Weight rows to fetch, of which each row of x that is met fetches its share, so that reading them takes no time of its own. */
+/* Weights to fetch at each of the steps that are multiplied: ``n`` lines from ``a`` and from ``b`` on. */
 typedef struct {
-  const bf16 *first; /* NULL: none */
-  i64 n, apart;
+  const bf16 *a, *b;
+  i64 n, apart, step;
 } Next;
 
+/* Where two tiles of weights lie: ``apart`` from row to row, ``step`` to the next 32 values. */
+typedef struct {
+  const bf16 *a, *b;
+  i64 apart, step;
+} Pair;
+
 /* Weights times 16 or, with ``two``, 32 rows of x, which lie ``apart``, added to ``sums`` or, if ``first``, put there. */
-T_AMX INLINE void add_tiles(WeightTiles w, const uint32_t *x, i64 apart, i64 n_tiles, Sums sums, Next next, int first,
-                            int two) {
+T_AMX INLINE void add_tiles(Pair w, const uint32_t *x, i64 apart, i64 n_tiles, Sums sums, Next next, int first, int two) {
   STORED();
   if (first) {
     _tile_zero(4);
@@ -65,12 +71,16 @@ T_AMX INLINE void add_tiles(WeightTiles w, const uint32_t *x, i64 apart, i64 n_t
     if (two) _tile_loadd(6, sums[0][1], 64);
     if (two) _tile_loadd(7, sums[1][1], 64);
   }
+  const i64 ld = w.apart * (i64)sizeof(bf16);
   for (i64 i = 0; i < n_tiles; i++, x += 256) {
-    for (i64 r = 0; r < next.n; r++) _mm_prefetch((const char *)(next.first + r * next.apart + i * TILE_VALUES), _MM_HINT_T1);
-    _tile_loadd(0, w[i][0], 64);
+    for (i64 r = 0; r < next.n; r++) {
+      _mm_prefetch((const char *)(next.a + i * next.step + r * next.apart), _MM_HINT_T1);
+      _mm_prefetch((const char *)(next.b + i * next.step + r * next.apart), _MM_HINT_T1);
+    }
+    _tile_loadd(0, w.a + i * w.step, ld);
     _tile_loadd(2, x, 64);
     _tile_dpbf16ps(4, 0, 2);
-    _tile_loadd(1, w[i][1], 64);
+    _tile_loadd(1, w.b + i * w.step, ld);
     _tile_dpbf16ps(5, 1, 2);
     if (two) {
       _tile_loadd(3, x + apart, 64);
@@ -100,31 +110,38 @@ T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated) {
   const i64 K = p->K, apart = up_to(K, TILE_VALUES) * 8; /* pairs of sixteen rows of x */
   const i64 second = gated ? p->N / 2 : TILE_ROWS, step = gated ? TILE_ROWS : 2 * TILE_ROWS;
   const i64 n_blocks = (n1 - n0 + step - 1) / step;
-  WeightTiles w __attribute__((aligned(64)));
+  WeightTiles copy __attribute__((aligned(64)));
   Sums *const sums = p->sums;
   begin_tiles();
   for (i64 i0 = 0; i0 < p->L; i0 += TILED_X) {
     const i64 L = min64(TILED_X, p->L - i0), n_x = (L + 31) / 32;
-    for (i64 k0 = 0; k0 < K; k0 += TILED_VALUES) {
-      const i64 values = min64(K - k0, TILED_VALUES), n_tiles = (values + TILE_VALUES - 1) / TILE_VALUES;
+    const int in_place = n_x == 1 && K % TILE_VALUES == 0 && (n1 - n0) % step == 0;
+    const i64 at_once = in_place ? K : TILED_VALUES;
+    for (i64 k0 = 0; k0 < K; k0 += at_once) {
+      const i64 values = min64(K - k0, at_once), n_tiles = (values + TILE_VALUES - 1) / TILE_VALUES;
       for (i64 block = 0; block < n_blocks; block++) {
         const i64 n = n0 + block * step, last = block + 1 == n_blocks, end = last && k0 + values == K;
         const i64 next_n = end ? p->then : last ? n0 : n + step, next_k = end ? 0 : last ? k0 + values : k0;
-        const bf16 *from = p->w + n * K + k0, *next = p->w + min64(next_n, p->N - 1) * K + next_k;
-        const i64 share = i0 || p->next_chunk ? 0 : up_to(2 * TILE_ROWS, n_x) / n_x;
-        for (i64 i = 0; i < n_tiles; i++) {
-          const i64 k = i * TILE_VALUES;
-          copy_tile(w[i][0], from + k, K, n1 - n, values - k);
-          copy_tile(w[i][1], from + second * K + k, K, n1 - n - (gated ? 0 : TILE_ROWS), values - k);
+        const bf16 *from = p->w + n * K + k0, *ahead = p->w + min64(next_n, p->N - 1) * K + next_k;
+        Pair w = {from, from + second * K, K, TILE_VALUES};
+        Next next = {ahead, ahead + second * K, TILE_ROWS, TILE_VALUES, TILE_ROWS * TILE_VALUES};
+        if (!in_place) {
+          for (i64 i = 0; i < n_tiles; i++) {
+            const i64 k = i * TILE_VALUES;
+            copy_tile(copy[i][0], w.a + k, K, n1 - n, values - k);
+            copy_tile(copy[i][1], w.b + k, K, n1 - n - (gated ? 0 : TILE_ROWS), values - k);
+          }
+          w = (Pair){copy[0][0][0], copy[0][1][0], TILE_VALUES, 2 * TILE_ROWS * TILE_VALUES};
+          next = (Next){ahead, ahead + second * K, up_to(TILE_ROWS, n_x) / n_x, K, TILE_VALUES};
         }
+        if (i0 || p->next_chunk) next.n = 0;
         for (i64 i = 0; i < n_x; i++) {
-          const i64 r = i * share, n_next = max64(min64(share, 2 * TILE_ROWS - r), 0);
-          const Next ahead = {next + (r < TILE_ROWS ? r : second + r - TILE_ROWS) * K, n_next, K};
           const uint32_t *x = (const uint32_t *)p->packed + (i0 / 16 + 2 * i) * apart + k0 * 8;
           if (L - 32 * i > 16)
-            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], ahead, k0 == 0, 1);
+            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 1);
           else
-            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], ahead, k0 == 0, 0);
+            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 0);
+          next.a += next.n * next.apart, next.b += next.n * next.apart;
         }
       }
     }

@@ -159,8 +159,8 @@ typedef struct {
 INLINE float *at(Target t, i64 i) { return t.y + t.row[i] * t.ld; }
 
 /* Live rows that are packed together: the lanes of the widest vector. At most FEW of them may have another form; without
- * AVX512_BF16, of numbers that are slow to widen, GROUPED_FEW (few_rows). */
-enum { PACKED = 16, FEW = 8, GROUPED_FEW = 32 };
+ * AVX512_BF16, of numbers that are slow to widen, GROUPED_FEW, with tiles of whole weights TILED_FEW (few_rows). */
+enum { PACKED = 16, FEW = 8, GROUPED_FEW = 32, TILED_FEW = 4 };
 
 /* --- plain C --- */
 
@@ -414,10 +414,10 @@ T_BF16 INLINE __m512 sums16(const __m512 *v) {
                 folded(sums4(v[8], v[9], v[10], v[11]), sums4(v[12], v[13], v[14], v[15])));
 }
 
-/* Up to FEW live rows x is kept as rows of whole vectors, a multiple of four rows; beyond, lanes are rows of x:
- * [ceil(L / 16)][16 * ceil(K / 32)][16] pairs of values. */
+/* Up to FEW live rows, or TILED_FEW, x is kept as rows of whole vectors, a multiple of four rows; beyond, lanes are rows of
+ * x: [ceil(L / 16)][16 * ceil(K / 32)][16] pairs of values. Room for either. */
 static size_t bf16_bytes(i64 L, i64 K) {
-  i64 values = up_to(L, L <= FEW ? 4 : 16) * up_to(K, 32);
+  i64 values = up_to(L, L <= TILED_FEW ? 4 : 16) * up_to(K, 32);
   return (size_t)values * sizeof(bf16);
 }
 
@@ -837,6 +837,7 @@ static const Level *functions_for(int level, const Product *p) {
 static i64 few_rows(int level, const Product *p) {
 #if X86
   if ((level == AVX2 || level == AVX512F) && fits_grouped(p) && !widens_by_bytes(p)) return GROUPED_FEW;
+  if (p->tiles && p->kind == BF16) return TILED_FEW;
 #endif
   return FEW;
 }
@@ -1097,7 +1098,7 @@ static i64 sort_rows(const float *x, i64 M, i64 K, int32_t *row) {
 /* Results of a chunk: of N that meet up to L live rows of x. Tiles of whole weights take more at once, so that x is read
  * less often than weights are. */
 static i64 chunk_rows(const Product *p, i64 N, i64 L, int fused) {
-  const i64 each = fused ? 2 : 1, tiled = p->tiles && L > FEW;
+  const i64 each = fused ? 2 : 1, tiled = p->tiles && L > few_rows(AMX_BF16, p);
   i64 rows = max64(CHUNK_BYTES / max64(each * p->K * (i64)sizeof(bf16), 1), 1);
   if (tiled && p->kind == BF16) rows = max64(rows, min64(L, TILED_X) / each);
   rows = min64(rows, (N + FEWEST_CHUNKS - 1) / FEWEST_CHUNKS);
@@ -1111,7 +1112,7 @@ static Rooms rooms_for(const Product *p, i64 N, i64 M, int fused) {
   const i64 rows = max64(chunk_rows(p, N, 1, fused), chunk_rows(p, N, M, fused));
   const int widened = p->kind != BF16 && p->kind != ROUNDED;
   Rooms rooms = {.weights = widened ? up_to(rows * p->K * (i64)sizeof(bf16), 64) : 0};
-  rooms.each = rooms.weights + (p->tiles && M > FEW ? tiled_bytes((fused ? 2 : 1) * rows, M) : 0);
+  rooms.each = rooms.weights + (p->tiles ? tiled_bytes((fused ? 2 : 1) * rows, M) : 0);
   return rooms;
 }
 
@@ -1122,8 +1123,8 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   const Level *with = functions_for(level, &p);
   if (p.N * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   const i64 rows_bytes = up_to(M * 4, 64), rounded_bytes = p.kind == ROUNDED ? up_to(M * (i64)sizeof(RoundedRow), 64) : 0;
-  const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, few_rows(level, &p)), K));
   p.tiles = level >= AMX_BF16;
+  const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, few_rows(level, &p)), K));
   Rooms rooms = rooms_for(&p, N, M, fused);
   Job *job = new_job((size_t)(rows_bytes + rounded_bytes + up_to(packed, 64) + rooms.each * pool_threads(call)));
   if (!job) return 0;
@@ -1325,6 +1326,18 @@ INLINE i64 place(const Attention *a, const int32_t *pages, i64 head, i64 pos) {
 
 T_BF16 INLINE __m512 exp16(__m512 x) { return (__m512)avx512f_exp((avx512f_f)x); }
 
+/* e^(x - top) to 4 units in the last place, in half the instructions; x is no infinity and no more than top. */
+T_BF16 INLINE __m512 exp16_below(__m512 x, __m512 top) {
+  const __m512 log2e = _mm512_set1_ps(1.44269504f), y = _mm512_mul_ps(_mm512_sub_ps(x, top), log2e);
+  const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(y, n);
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.3398874e-3f), r, _mm512_set1_ps(9.6184373e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5503324e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022650e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1));
+  return _mm512_scalef_ps(p, n);
+}
+
 /* Two positions of 32 values each, as pairs: the first four of each eight in lo, the others in hi. */
 typedef struct {
   __m512i lo, hi;
@@ -1348,6 +1361,7 @@ typedef struct {
   float top[MOST_GROUP], total[MOST_GROUP];
   int bad[MOST_GROUP];
   bf16 q[MOST_GROUP][MOST_HEAD];
+  uint32_t pairs[MOST_HEAD / 2][16]; /* of values of q; lanes are query heads (AMX) */
   float score[MOST_GROUP][SPAN];
   bf16 weight[MOST_GROUP][SPAN], rest[MOST_GROUP][SPAN]; /* their sum is a position's weight */
 } Token;
@@ -1390,7 +1404,7 @@ T_BF16 INLINE void token_weights(Token *s, i64 g, i64 H, i64 n) {
   __m512 total = _mm512_setzero_ps();
   for (i64 i = 0; i < n; i += 16) {
     __m512 score = _mm512_loadu_ps(s->score[g] + i);
-    __m512 p = exp16(_mm512_sub_ps(score, _mm512_set1_ps(s->top[g])));
+    __m512 p = exp16_below(score, _mm512_set1_ps(s->top[g]));
     p = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(score, none, _CMP_NEQ_OQ), p);
     total = _mm512_add_ps(total, p);
     __m256i near = rounded(p);
@@ -1431,7 +1445,7 @@ T_BF16 INLINE void fetch_values(const bf16 *p, i64 n) {
 }
 
 /* Positions [from, to) of one row and kv head. */
-T_BF16 INLINE void token_span(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
+T_BF16 static void token_span(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
                               int careful) {
   const i64 G = a->N / a->K, H = a->H;
   for (i64 pos = from / BLOCK * BLOCK; pos < min64(from / BLOCK * BLOCK + AHEAD, to); pos += BLOCK)
@@ -1454,8 +1468,10 @@ T_BF16 INLINE void token_span(Token *s, const Attention *a, const int32_t *pages
   }
 }
 
+typedef void TokenSpan(Token *, const Attention *, const int32_t *pages, i64 head, i64 from, i64 to, int careful);
+
 /* Results of one token and kv head; 0 where one is not finite though all scores are. */
-T_BF16 INLINE int token_results(const Attention *a, const Item *item, i64 head, int careful) {
+T_BF16 INLINE int token_results(const Attention *a, const Item *item, i64 head, TokenSpan *span, int careful) {
   const i64 G = a->N / a->K, H = a->H, at = (item->token * a->N + head * G) * H, length = item->start + 1;
   const int32_t *pages = a->table + item->row * a->M;
   const i64 first = a->window ? max64(length - a->window, 0) : 0;
@@ -1468,10 +1484,10 @@ T_BF16 INLINE int token_results(const Attention *a, const Item *item, i64 head, 
   }
   if (a->far) {
     token_queries(&s, a->far + at, G, H, a->scale);
-    token_span(&s, a, pages, head, 0, min64(a->sinks, first), careful);
+    span(&s, a, pages, head, 0, min64(a->sinks, first), careful);
   }
   token_queries(&s, a->q + at, G, H, a->scale);
-  token_span(&s, a, pages, head, first, length, careful);
+  span(&s, a, pages, head, first, length, careful);
   /* Lane i of either half of 32 values: i % 4 of an eight's first or second four. */
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -1489,26 +1505,31 @@ T_BF16 INLINE int token_results(const Attention *a, const Item *item, i64 head, 
 }
 
 /* Values are hardly ever not finite: they are looked at only where a result is not. */
-T_BF16 static void token_attention(const Attention *a, const Item *item, i64 head) {
+T_BF16 static void token_attention(const Attention *a, const Item *item, i64 head, TokenSpan *span) {
   for (int i = 0; i < item->n; i++) {
     Item one = {item->row, item->token + i, item->start + i, 1};
-    if (!token_results(a, &one, head, 0)) token_results(a, &one, head, 1);
+    if (!token_results(a, &one, head, span, 0)) token_results(a, &one, head, span, 1);
   }
 }
 
 /* --- a tile of tokens --- */
 
+/* What a tile keeps of one query head; lanes are tokens. */
 typedef struct {
-  float o[MOST_HEAD][TILE]; /* values in the order of Pairs; lanes are tokens */
+  float o[MOST_HEAD][TILE]; /* values in the order of Pairs */
   float top[TILE], total[TILE], odd[TILE]; /* odd: NaN once a score was not finite */
   uint32_t q[MOST_HEAD / 2][TILE];
+} TileHead;
+
+typedef struct {
+  TileHead head;
   float score[STEP][TILE];
   uint32_t weight[STEP / 2][TILE];
   uint32_t v[STEP / 2][MOST_HEAD];
 } Tile;
 
 /* One query head of ``n`` tokens, scaled, as pairs of values whose lanes are tokens. */
-T_BF16 static void tile_queries(Tile *s, const float *q, i64 ld, i64 n, i64 H, float scale) {
+T_BF16 static void tile_queries(uint32_t (*to)[TILE], const float *q, i64 ld, i64 n, i64 H, float scale) {
   const __m512 by = _mm512_set1_ps(scale);
   for (i64 lane = 0; lane < up_to(n, 16); lane += 16)
     for (i64 h = 0; h < H; h += 32) {
@@ -1522,7 +1543,7 @@ T_BF16 static void tile_queries(Tile *s, const float *q, i64 ld, i64 n, i64 H, f
         v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
       }
       turn16(v);
-      for (int r = 0; r < 16; r++) _mm512_storeu_si512(s->q[h / 2 + r] + lane, v[r]);
+      for (int r = 0; r < 16; r++) _mm512_storeu_si512(to[h / 2 + r] + lane, v[r]);
     }
 }
 
@@ -1538,7 +1559,7 @@ T_BF16 INLINE void tile_scores(Tile *s, const bf16 *k, i64 at, i64 H, int two) {
   s##r = dp(s##r, a, v);                                                                                               \
   if (two) t##r = dp(t##r, b, v);
   for (i64 h = 0; h < H; h += 2) {
-    __m512i v, a = _mm512_loadu_si512(s->q[h / 2]), b = two ? _mm512_loadu_si512(s->q[h / 2] + 16) : a;
+    __m512i v, a = _mm512_loadu_si512(s->head.q[h / 2]), b = two ? _mm512_loadu_si512(s->head.q[h / 2] + 16) : a;
     EIGHT(ADD)
   }
 #undef ADD
@@ -1551,17 +1572,17 @@ T_BF16 INLINE void tile_scores(Tile *s, const bf16 *k, i64 at, i64 H, int two) {
 
 /* Scores of ``n`` positions from ``first`` on become weights of the tokens in lanes lane .. lane+15, which see the positions
  * [low, high) of their own; all of them where ``whole``. */
-T_BF16 INLINE void tile_weights(Tile *s, i64 lane, i64 first, i64 n, i64 H, __m512i low, __m512i high, int whole) {
+T_BF16 INLINE void tile_weights(TileHead *s, float (*scores)[TILE], uint32_t (*weights)[TILE], i64 lane, i64 first, i64 n, i64 H, __m512i low, __m512i high, int whole) {
   const __m512 none = _mm512_set1_ps(-INFINITY), zero = _mm512_setzero_ps();
   __m512 top = _mm512_loadu_ps(s->top + lane), odd = _mm512_loadu_ps(s->odd + lane), most = top;
   for (i64 i = 0; i < n; i++) {
-    __m512 score = _mm512_loadu_ps(s->score[i] + lane);
+    __m512 score = _mm512_loadu_ps(scores[i] + lane);
     if (!whole) {
       __m512i pos = _mm512_set1_epi32((int)(first + i));
       __mmask16 seen = _mm512_cmplt_epi32_mask(pos, high) & _mm512_cmpge_epi32_mask(pos, low);
       odd = _mm512_mask3_fmadd_ps(score, zero, odd, seen);
       score = _mm512_mask_mov_ps(none, seen, score);
-      _mm512_storeu_ps(s->score[i] + lane, score);
+      _mm512_storeu_ps(scores[i] + lane, score);
     } else {
       odd = _mm512_fmadd_ps(score, zero, odd);
     }
@@ -1576,22 +1597,22 @@ T_BF16 INLINE void tile_weights(Tile *s, i64 lane, i64 first, i64 n, i64 H, __m5
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   for (i64 i = 0; i < n; i += 2) {
-    __m512 a = _mm512_loadu_ps(s->score[i] + lane), b = _mm512_loadu_ps(s->score[i + 1] + lane);
-    __m512 p = exp16(_mm512_sub_ps(a, most)), r = exp16(_mm512_sub_ps(b, most));
+    __m512 a = _mm512_loadu_ps(scores[i] + lane), b = _mm512_loadu_ps(scores[i + 1] + lane);
+    __m512 p = exp16_below(a, most), r = exp16_below(b, most);
     if (!whole) {
       p = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, none, _CMP_NEQ_UQ), p);
       r = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(b, none, _CMP_NEQ_UQ), r);
     }
     total = _mm512_add_ps(total, _mm512_add_ps(p, r));
     __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(rounded(p)), rounded(r), 1);
-    _mm512_storeu_si512(s->weight[i / 2] + lane, _mm512_permutexvar_epi16(order, both));
+    _mm512_storeu_si512(weights[i / 2] + lane, _mm512_permutexvar_epi16(order, both));
   }
   _mm512_storeu_ps(s->total + lane, total);
 }
 
 /* Values of ``n`` positions times their weights, added to eight values of each token. */
 T_BF16 INLINE void tile_values(Tile *s, i64 h, i64 n, int two) {
-#define BEGIN(r) __m512 s##r = _mm512_loadu_ps(s->o[h + r]), t##r = two ? _mm512_loadu_ps(s->o[h + r] + 16) : s##r;
+#define BEGIN(r) __m512 s##r = _mm512_loadu_ps(s->head.o[h + r]), t##r = two ? _mm512_loadu_ps(s->head.o[h + r] + 16) : s##r;
   EIGHT(BEGIN)
 #undef BEGIN
 #define ADD(r)                                                                                                         \
@@ -1605,8 +1626,8 @@ T_BF16 INLINE void tile_values(Tile *s, i64 h, i64 n, int two) {
   }
 #undef ADD
 #define KEEP(r)                                                                                                        \
-  _mm512_storeu_ps(s->o[h + r], s##r);                                                                                 \
-  if (two) _mm512_storeu_ps(s->o[h + r] + 16, t##r);
+  _mm512_storeu_ps(s->head.o[h + r], s##r);                                                                                 \
+  if (two) _mm512_storeu_ps(s->head.o[h + r] + 16, t##r);
   EIGHT(KEEP)
 #undef KEEP
 }
@@ -1614,12 +1635,7 @@ T_BF16 INLINE void tile_values(Tile *s, i64 h, i64 n, int two) {
 /* Positions [from, to), of which lane i sees those in [low, high)[i]. */
 T_BF16 INLINE void tile_span(Tile *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
                              const int32_t *low, const int32_t *high, i64 n_tokens, int two) {
-  const i64 H = a->H;
-  int32_t least = high[0], most = low[0]; /* what every token sees: [most, least) */
-  for (i64 i = 1; i < n_tokens; i++) {
-    if (high[i] < least) least = high[i];
-    if (low[i] > most) most = low[i];
-  }
+  const i64 H = a->H, least = high[0], most = low[n_tokens - 1]; /* what every token sees: [most, least) */
   for (i64 first = from / BLOCK * BLOCK; first < to; first += STEP) {
     const i64 n = min64(STEP, up_to(to - first, BLOCK));
     for (i64 at = 0; at < n; at += BLOCK) {
@@ -1637,23 +1653,23 @@ T_BF16 INLINE void tile_span(Tile *s, const Attention *a, const int32_t *pages, 
     for (i64 lane = 0; lane < (two ? 32 : 16); lane += 16) {
       __m512i lows = _mm512_loadu_si512(low + lane), highs = _mm512_loadu_si512(high + lane);
       if (whole)
-        tile_weights(s, lane, first, n, H, lows, highs, 1);
+        tile_weights(&s->head, s->score, s->weight, lane, first, n, H, lows, highs, 1);
       else
-        tile_weights(s, lane, first, n, H, lows, highs, 0);
+        tile_weights(&s->head, s->score, s->weight, lane, first, n, H, lows, highs, 0);
     }
     for (i64 h = 0; h < H; h += 8) tile_values(s, h, n, two);
   }
 }
 
-/* The results of one query head. */
-T_BF16 INLINE void tile_results(const Tile *s, float *o, i64 ld, i64 n, i64 H) {
+/* The results of one query head, whose values are in the order of Pairs or, with ``in_order``, in their own. */
+T_BF16 INLINE void tile_results(const TileHead *s, float *o, i64 ld, i64 n, i64 H, int in_order) {
   for (i64 lane = 0; lane < n; lane += 16) {
     __m512 total = _mm512_loadu_ps(s->total + lane);
     __m512 by = _mm512_add_ps(_mm512_div_ps(_mm512_set1_ps(1.0f), total), _mm512_loadu_ps(s->odd + lane));
     for (i64 h = 0; h < H; h += 16) {
       __m512i v[16];
       for (i64 r = 0; r < 16; r++) { /* value h + r in the order of Pairs */
-        i64 in = (h + r) % 32, at = h / 32 * 32 + (in % 8 < 4 ? 0 : 16) + in / 8 * 4 + in % 4;
+        i64 in = (h + r) % 32, at = in_order ? h + r : h / 32 * 32 + (in % 8 < 4 ? 0 : 16) + in / 8 * 4 + in % 4;
         v[r] = (__m512i)_mm512_mul_ps(_mm512_loadu_ps(s->o[at] + lane), by);
       }
       turn16(v);
@@ -1662,29 +1678,41 @@ T_BF16 INLINE void tile_results(const Tile *s, float *o, i64 ld, i64 n, i64 H) {
   }
 }
 
+/* The positions that the tokens of a tile see: [low, high), and of the sinks [none, behind). */
+typedef struct {
+  int32_t low[TILE], high[TILE], none[TILE], behind[TILE];
+} Sight;
+
+static void tile_sight(Sight *s, const Attention *a, const Item *item) {
+  for (int i = 0; i < TILE; i++) {
+    s->high[i] = item->start + i + 1;
+    s->low[i] = a->window ? (int32_t)max64(s->high[i] - a->window, 0) : 0;
+    s->none[i] = 0;
+    s->behind[i] = (int32_t)min64(a->sinks, s->low[i]);
+  }
+}
+
+static void tile_begin(TileHead *s, i64 H) {
+  for (int i = 0; i < TILE; i++) s->top[i] = -FLT_MAX, s->total[i] = 0, s->odd[i] = 0;
+  memset(s->o, 0, (size_t)H * sizeof *s->o);
+}
+
 T_BF16 INLINE void tile_attention(const Attention *a, const Item *item, i64 head, int two) {
   const i64 G = a->N / a->K, H = a->H, end = item->start + item->n, ld = a->N * H;
   const int32_t *pages = a->table + item->row * a->M;
-  const i64 first = a->window ? max64(item->start + 1 - a->window, 0) : 0;
-  int32_t low[TILE], high[TILE], none[TILE], behind[TILE]; /* near: [low, high), sinks: [0, behind) */
-  for (int i = 0; i < TILE; i++) {
-    high[i] = item->start + i + 1;
-    low[i] = a->window ? (int32_t)max64(high[i] - a->window, 0) : 0;
-    none[i] = 0;
-    behind[i] = (int32_t)min64(a->sinks, low[i]);
-  }
+  Sight sees;
   Tile s;
+  tile_sight(&sees, a, item);
   for (i64 g = 0; g < G; g++) {
     const i64 at = (item->token * a->N + head * G + g) * H;
-    for (int i = 0; i < TILE; i++) s.top[i] = -FLT_MAX, s.total[i] = 0, s.odd[i] = 0;
-    memset(s.o, 0, (size_t)H * sizeof *s.o);
+    tile_begin(&s.head, H);
     if (a->far) {
-      tile_queries(&s, a->far + at, ld, item->n, H, a->scale);
-      tile_span(&s, a, pages, head, 0, behind[item->n - 1], none, behind, item->n, two);
+      tile_queries(s.head.q, a->far + at, ld, item->n, H, a->scale);
+      tile_span(&s, a, pages, head, 0, sees.behind[item->n - 1], sees.none, sees.behind, item->n, two);
     }
-    tile_queries(&s, a->q + at, ld, item->n, H, a->scale);
-    tile_span(&s, a, pages, head, first, end, low, high, item->n, two);
-    tile_results(&s, a->o + at, ld, item->n, H);
+    tile_queries(s.head.q, a->q + at, ld, item->n, H, a->scale);
+    tile_span(&s, a, pages, head, sees.low[0], end, sees.low, sees.high, item->n, two);
+    tile_results(&s.head, a->o + at, ld, item->n, H, 0);
   }
 }
 
@@ -1694,12 +1722,15 @@ T_BF16 static void bf16_attention_chunk(const Job *job, i64 number, int seat) {
   const Item *item = a->items + number % a->n_items;
   const i64 head = number / a->n_items;
   if (item->n <= FEW_TOKENS)
-    token_attention(a, item, head);
+    token_attention(a, item, head, token_span);
   else if (item->n > 16)
     tile_attention(a, item, head, 1);
   else
     tile_attention(a, item, head, 0);
 }
+
+#include "amx_attention.h"
+
 /* --- AVX2: rows of queries against keys and values that are widened once for all of them --- */
 
 enum { ROWS = 32, NEARBY = 32 };
@@ -1931,6 +1962,9 @@ static int attention(int level, Attention *a, const FfiCall *call) {
   if (seen * a->K * a->H * 2 * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   job->n_chunks = a->n_items * a->K;
   job->chunk = level >= AVX512_BF16 ? bf16_attention_chunk : avx2_attention_chunk;
+#if AMX
+  if (level >= AMX_BF16) job->chunk = amx_attention_chunk;
+#endif
   job->work = a;
   run_job(job, call);
   return 1;

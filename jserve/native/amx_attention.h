@@ -1,0 +1,279 @@
+/* Attention by the tile registers of AMX, for kernels.c.
+ *
+ *   token   keys of sixteen positions are one operand as they lie, query heads of the kv head the other; their scores
+ *           are turned, become weights as without tiles, and are an operand as they lie with values paired by position.
+ *   tile    keys likewise, sixteen tokens of a query head the other; weights of pairs of positions are an operand, with
+ *           values turned so that positions run along their rows, once for all query heads of the kv head. */
+
+#if AMX
+/* --- one token --- */
+
+/* Queries of G heads as pairs of values whose lanes are heads. */
+T_AMX static void token_pairs(Token *s, i64 G, i64 H) {
+  for (i64 h = 0; h < H; h += 32) {
+    __m512i v[16];
+    for (i64 g = 0; g < 16; g++) v[g] = g < G ? load(s->q[g] + h) : _mm512_setzero_si512();
+    turn16(v);
+    for (i64 r = 0; r < 16; r++) _mm512_storeu_si512(s->pairs[h / 2 + r], v[r]);
+  }
+}
+
+/* Scores of the positions of four blocks, keys of which are at ``k``. */
+T_AMX INLINE void token_tiles(const Token *s, const bf16 *const *k, i64 H, float scores[4][BLOCK][16]) {
+  const i64 ld = H * (i64)sizeof(bf16);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  STORED();
+  for (i64 h = 0; h < H; h += 32) {
+    _tile_loadd(3, s->pairs[h / 2], 64);
+    _tile_loadd(0, k[0] + h, ld);
+    _tile_dpbf16ps(4, 0, 3);
+    _tile_loadd(1, k[1] + h, ld);
+    _tile_dpbf16ps(5, 1, 3);
+    _tile_loadd(2, k[2] + h, ld);
+    _tile_dpbf16ps(6, 2, 3);
+    _tile_loadd(0, k[3] + h, ld);
+    _tile_dpbf16ps(7, 0, 3);
+  }
+  _tile_stored(4, scores[0], 64);
+  _tile_stored(5, scores[1], 64);
+  _tile_stored(6, scores[2], 64);
+  _tile_stored(7, scores[3], 64);
+  STORED();
+}
+
+/* Values of n positions, 64 of each or, where ``half``, 32, added to the sums of all query heads. */
+T_AMX INLINE void token_tile_values(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 n, i64 h,
+                                    int half, int careful) {
+  const i64 ld_o = MOST_HEAD * (i64)sizeof(float), ld_w = SPAN * (i64)sizeof(bf16), values = half ? 32 : 64;
+  uint32_t v[16][64] __attribute__((aligned(64)));
+  STORED();
+  _tile_loadd(4, s->o[0] + h, ld_o);
+  _tile_loadd(5, s->o[0] + h + 16, ld_o);
+  if (!half) _tile_loadd(6, s->o[0] + h + 32, ld_o);
+  if (!half) _tile_loadd(7, s->o[0] + h + 48, ld_o);
+  for (i64 at = 0; at < n; at += 2 * BLOCK) {
+    for (int i = 0; i < 16; i++) {
+      const i64 pos = from + at + 2 * i;
+      const bf16 *row = a->v + place(a, pages, head, at + 2 * i < n ? pos / BLOCK * BLOCK : from) + pos % BLOCK * a->H + h;
+      for (i64 c = 0; c < values; c += 32) {
+        const Pairs both = paired(row + c, row + a->H + c, careful || at + 2 * i >= n);
+        _mm512_store_si512(v[i] + c, both.lo);
+        _mm512_store_si512(v[i] + c + 16, both.hi);
+      }
+    }
+    STORED();
+    _tile_loadd(0, s->weight[0] + at, ld_w);
+    _tile_loadd(1, s->rest[0] + at, ld_w);
+#define ADD(tile, c)                                                                                                   \
+  _tile_loadd(2, v[0] + c, 256);                                                                                       \
+  _tile_dpbf16ps(tile, 0, 2);                                                                                          \
+  _tile_dpbf16ps(tile, 1, 2);
+    ADD(4, 0)
+    ADD(5, 16)
+    if (!half) {
+      ADD(6, 32)
+      ADD(7, 48)
+    }
+#undef ADD
+    STORED();
+  }
+  _tile_stored(4, s->o[0] + h, ld_o);
+  _tile_stored(5, s->o[0] + h + 16, ld_o);
+  if (!half) _tile_stored(6, s->o[0] + h + 32, ld_o);
+  if (!half) _tile_stored(7, s->o[0] + h + 48, ld_o);
+  STORED();
+}
+
+/* As token_span. */
+T_AMX static void token_tile_span(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
+                                  int careful) {
+  enum { BLOCKS = 4 * BLOCK };
+  const i64 G = a->N / a->K, H = a->H;
+  token_pairs(s, G, H);
+  for (i64 first = from / BLOCK * BLOCK; first < to; first += SPAN) {
+    const i64 n = min64(SPAN, up_to(to - first, BLOCK));
+    for (i64 at = 0; at < n; at += BLOCKS) {
+      const bf16 *k[4];
+      float scores[4][BLOCK][16] __attribute__((aligned(64)));
+      for (int b = 0; b < 4; b++) {
+        const i64 here = place(a, pages, head, first + min64(at + b * BLOCK, n - BLOCK)), next = first + at + BLOCKS + b * BLOCK;
+        k[b] = a->k + here;
+        fetch_values(a->v + here, BLOCK * H);
+        if (next < to) fetch_keys(a->k + place(a, pages, head, next), BLOCK * H);
+      }
+      token_tiles(s, k, H, scores);
+      for (i64 b = 0; b < 4 && at + b * BLOCK < n; b++) {
+        const i64 pos = first + at + b * BLOCK, low = max64(from - pos, 0), high = min64(to - pos, BLOCK);
+        const __mmask16 seen = (__mmask16)((0xffffu >> (BLOCK - high)) & (0xffffu << low));
+        __m512i v[16];
+        for (int i = 0; i < BLOCK; i++) v[i] = _mm512_load_si512(scores[b][i]);
+        turn16(v);
+        for (i64 g = 0; g < G; g++) {
+          s->bad[g] |= _mm512_mask_fpclass_ps_mask(seen, (__m512)v[g], 0x99); /* NaN or infinite */
+          _mm512_storeu_ps(s->score[g] + at + b * BLOCK, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, (__m512)v[g]));
+        }
+      }
+    }
+    for (i64 g = 0; g < G; g++) token_weights(s, g, H, n);
+    for (i64 g = 0; g < 16; g++) /* what a tile reads and nobody wrote */
+      for (i64 at = g < G ? n : 0; at < up_to(n, 2 * BLOCK); at += BLOCK) {
+        _mm256_storeu_si256((__m256i *)(s->weight[g] + at), _mm256_setzero_si256());
+        _mm256_storeu_si256((__m256i *)(s->rest[g] + at), _mm256_setzero_si256());
+      }
+    i64 h = 0;
+    for (; h + 64 <= H; h += 64) token_tile_values(s, a, pages, head, first, n, h, 0, careful);
+    if (h < H) token_tile_values(s, a, pages, head, first, n, h, 1, careful);
+  }
+}
+
+/* --- a tile of tokens --- */
+
+enum { TILED_HEADS = 4, TILED_STEP = 128 };
+
+typedef struct {
+  TileHead heads[TILED_HEADS];
+  float score[TILED_STEP][TILE];
+  uint32_t weight[TILED_STEP / 2][TILE];
+  bf16 v[MOST_HEAD / 16][TILED_STEP / 32][16][32]; /* [16 values][32 positions] */
+} Tiles;
+
+/* Values of 32 positions, of which there are ``n``, turned. */
+T_AMX INLINE void turn_values(Tiles *s, const Attention *a, const int32_t *pages, i64 head, i64 first, i64 at, i64 n) {
+  for (i64 h = 0; h < a->H; h += 16) {
+    __m512i v[16];
+    for (i64 i = 0; i < 16; i++) {
+      v[i] = _mm512_setzero_si512();
+      if (at + 2 * i >= n) continue;
+      const i64 pos = first + at + 2 * i;
+      const bf16 *row = a->v + place(a, pages, head, pos / BLOCK * BLOCK) + pos % BLOCK * a->H + h;
+      const __m512i one = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)row));
+      const __m512i two = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + a->H)));
+      v[i] = finite_or_zero(_mm512_or_si512(one, _mm512_slli_epi32(two, 16)));
+    }
+    turn16(v);
+    for (i64 i = 0; i < 16; i++) _mm512_storeu_si512(s->v[h / 16][at / 32][i], v[i]);
+  }
+}
+
+/* Scores of ``n`` positions, a multiple of sixteen, from ``first`` on. */
+T_AMX INLINE void tile_tiles(const TileHead *s, const Attention *a, const int32_t *pages, i64 head, i64 first, i64 n,
+                             float (*scores)[TILE], int two) {
+  const i64 H = a->H, ld = H * (i64)sizeof(bf16), ld_s = TILE * 4;
+  STORED();
+  for (i64 at = 0; at < n; at += 2 * BLOCK) {
+    const int more = at + BLOCK < n;
+    const bf16 *k = a->k + place(a, pages, head, first + at);
+    const bf16 *l = more ? a->k + place(a, pages, head, first + at + BLOCK) : k;
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    for (i64 h = 0; h < H; h += 32) {
+      _tile_loadd(0, k + h, ld);
+      _tile_loadd(2, s->q[h / 2], ld_s);
+      _tile_dpbf16ps(4, 0, 2);
+      _tile_loadd(1, l + h, ld);
+      _tile_dpbf16ps(5, 1, 2);
+      if (two) {
+        _tile_loadd(3, s->q[h / 2] + 16, ld_s);
+        _tile_dpbf16ps(6, 0, 3);
+        _tile_dpbf16ps(7, 1, 3);
+      }
+    }
+    _tile_stored(4, scores[at], ld_s);
+    if (two) _tile_stored(6, scores[at] + 16, ld_s);
+    if (more) _tile_stored(5, scores[at + BLOCK], ld_s);
+    if (more && two) _tile_stored(7, scores[at + BLOCK] + 16, ld_s);
+  }
+  STORED();
+}
+
+/* Values of ``n`` positions, a multiple of 32, times their weights, added to those of a head. */
+T_AMX INLINE void tile_tile_values(TileHead *s, const Tiles *t, i64 H, i64 n, int two) {
+  const i64 ld = TILE * 4;
+  STORED();
+  for (i64 h = 0; h < H; h += 32) {
+    _tile_loadd(4, s->o[h], ld);
+    _tile_loadd(5, s->o[h + 16], ld);
+    if (two) _tile_loadd(6, s->o[h] + 16, ld);
+    if (two) _tile_loadd(7, s->o[h + 16] + 16, ld);
+    for (i64 at = 0; at < n; at += 32) {
+      _tile_loadd(0, t->v[h / 16][at / 32], 64);
+      _tile_loadd(2, t->weight[at / 2], ld);
+      _tile_dpbf16ps(4, 0, 2);
+      _tile_loadd(1, t->v[h / 16 + 1][at / 32], 64);
+      _tile_dpbf16ps(5, 1, 2);
+      if (two) {
+        _tile_loadd(3, t->weight[at / 2] + 16, ld);
+        _tile_dpbf16ps(6, 0, 3);
+        _tile_dpbf16ps(7, 1, 3);
+      }
+    }
+    _tile_stored(4, s->o[h], ld);
+    _tile_stored(5, s->o[h + 16], ld);
+    if (two) _tile_stored(6, s->o[h] + 16, ld);
+    if (two) _tile_stored(7, s->o[h + 16] + 16, ld);
+  }
+  STORED();
+}
+
+/* As tile_span, of ``n_heads``. */
+T_AMX INLINE void tiles_span(Tiles *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to,
+                             const int32_t *low, const int32_t *high, i64 n_tokens, i64 n_heads, int two) {
+  const i64 H = a->H, least = high[0], most = low[n_tokens - 1]; /* what every token sees: [most, least) */
+  for (i64 first = from / BLOCK * BLOCK; first < to; first += TILED_STEP) {
+    const i64 n = min64(TILED_STEP, up_to(to - first, BLOCK)), whole = first >= most && first + n <= least;
+    for (i64 at = 0; at < n; at += 32) turn_values(s, a, pages, head, first, at, n);
+    for (i64 g = 0; g < n_heads; g++) {
+      tile_tiles(&s->heads[g], a, pages, head, first, n, s->score, two);
+      for (i64 lane = 0; lane < (two ? 32 : 16); lane += 16) {
+        const __m512i lows = _mm512_loadu_si512(low + lane), highs = _mm512_loadu_si512(high + lane);
+        if (whole)
+          tile_weights(&s->heads[g], s->score, s->weight, lane, first, n, H, lows, highs, 1);
+        else
+          tile_weights(&s->heads[g], s->score, s->weight, lane, first, n, H, lows, highs, 0);
+      }
+      for (i64 i = n / 2; i < up_to(n, 32) / 2; i++) memset(s->weight[i], 0, sizeof s->weight[i]);
+      tile_tile_values(&s->heads[g], s, H, up_to(n, 32), two);
+    }
+  }
+}
+
+T_AMX INLINE void tiles_attention(const Attention *a, const Item *item, i64 head, int two) {
+  const i64 G = a->N / a->K, H = a->H, ld = a->N * H, end = item->start + item->n;
+  const int32_t *pages = a->table + item->row * a->M;
+  Sight sees;
+  Tiles s __attribute__((aligned(64)));
+  tile_sight(&sees, a, item);
+  for (i64 first = 0; first < G; first += TILED_HEADS) {
+    const i64 n_heads = min64(TILED_HEADS, G - first), at = (item->token * a->N + head * G + first) * H;
+    for (i64 g = 0; g < n_heads; g++) {
+      tile_begin(&s.heads[g], H);
+      if (a->far) tile_queries(s.heads[g].q, a->far + at + g * H, ld, item->n, H, a->scale);
+    }
+    if (a->far)
+      tiles_span(&s, a, pages, head, 0, sees.behind[item->n - 1], sees.none, sees.behind, item->n, n_heads, two);
+    for (i64 g = 0; g < n_heads; g++) tile_queries(s.heads[g].q, a->q + at + g * H, ld, item->n, H, a->scale);
+    tiles_span(&s, a, pages, head, sees.low[0], end, sees.low, sees.high, item->n, n_heads, two);
+    for (i64 g = 0; g < n_heads; g++) tile_results(&s.heads[g], a->o + at + g * H, ld, item->n, H, 1);
+  }
+}
+
+T_AMX static void amx_attention_chunk(const Job *job, i64 number, int seat) {
+  (void)seat;
+  const Attention *a = job->work;
+  const Item *item = a->items + number % a->n_items;
+  const i64 head = number / a->n_items;
+  begin_tiles();
+  if (item->n <= FEW_TOKENS)
+    token_attention(a, item, head, token_tile_span);
+  else if (item->n > 16)
+    tiles_attention(a, item, head, 1);
+  else
+    tiles_attention(a, item, head, 0);
+  _tile_release();
+}
+#endif
