@@ -22,14 +22,15 @@ static i64 tiled_bytes(i64 rows, i64 L) {
 #if AMX
 #define T_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")))
 
-/* All eight tiles of this thread whole; to be released before others use the thread. */
-T_AMX static void begin_tiles(void) {
+/* The eight tiles of this thread, whole but for ``rows`` rows of the first two and of the last four; to be released before
+ * others use the thread. */
+T_AMX static void begin_tiles(i64 rows) {
   struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
   } config = {.palette = 1};
-  for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = TILE_ROWS;
+  for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = i == 2 || i == 3 ? TILE_ROWS : (uint8_t)rows;
   _tile_loadconfig(&config);
 }
 
@@ -112,7 +113,7 @@ T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated) {
   const i64 n_blocks = (n1 - n0 + step - 1) / step;
   WeightTiles copy __attribute__((aligned(64)));
   Sums *const sums = p->sums;
-  begin_tiles();
+  begin_tiles(TILE_ROWS);
   for (i64 i0 = 0; i0 < p->L; i0 += TILED_X) {
     const i64 L = min64(TILED_X, p->L - i0), n_x = (L + 31) / 32;
     const int in_place = n_x == 1 && K % TILE_VALUES == 0 && (n1 - n0) % step == 0;

@@ -45,9 +45,9 @@ T_AMX INLINE void token_tiles(const Token *s, const bf16 *const *k, i64 H, float
 }
 
 /* Values of n positions, 64 of each or, where ``half``, 32, added to the sums of all query heads. */
-T_AMX INLINE void token_tile_values(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 n, i64 h,
-                                    int half, int careful) {
-  const i64 ld_o = MOST_HEAD * (i64)sizeof(float), ld_w = SPAN * (i64)sizeof(bf16), values = half ? 32 : 64;
+T_AMX INLINE void token_tile_values(Token *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 n, i64 to,
+                                    i64 h, int half, int careful) {
+  const i64 ld_o = MOST_HEAD * (i64)sizeof(float), ld_w = SPAN * (i64)sizeof(bf16), H = a->H, values = half ? 32 : 64;
   uint32_t v[16][64] __attribute__((aligned(64)));
   STORED();
   _tile_loadd(4, s->o[0] + h, ld_o);
@@ -55,14 +55,18 @@ T_AMX INLINE void token_tile_values(Token *s, const Attention *a, const int32_t 
   if (!half) _tile_loadd(6, s->o[0] + h + 32, ld_o);
   if (!half) _tile_loadd(7, s->o[0] + h + 48, ld_o);
   for (i64 at = 0; at < n; at += 2 * BLOCK) {
-    for (int i = 0; i < 16; i++) {
-      const i64 pos = from + at + 2 * i;
-      const bf16 *row = a->v + place(a, pages, head, at + 2 * i < n ? pos / BLOCK * BLOCK : from) + pos % BLOCK * a->H + h;
-      for (i64 c = 0; c < values; c += 32) {
-        const Pairs both = paired(row + c, row + a->H + c, careful || at + 2 * i >= n);
-        _mm512_store_si512(v[i] + c, both.lo);
-        _mm512_store_si512(v[i] + c + 16, both.hi);
-      }
+    for (i64 b = 0; b < 2 * BLOCK; b += BLOCK) {
+      const int there = at + b < n;
+      const bf16 *row = a->v + place(a, pages, head, there ? from + at + b : from) + h;
+      const bf16 *next = from + at + b + SPAN < to ? a->v + place(a, pages, head, from + at + b + SPAN) + h : row;
+      for (int i = 0; i < BLOCK; i += 2, row += 2 * H, next += 2 * H)
+        for (i64 c = 0; c < values; c += 32) {
+          _mm_prefetch((const char *)(next + c), _MM_HINT_T1);
+          _mm_prefetch((const char *)(next + H + c), _MM_HINT_T1);
+          const Pairs both = paired(row + c, row + H + c, careful || !there);
+          _mm512_store_si512(v[(b + i) / 2] + c, both.lo);
+          _mm512_store_si512(v[(b + i) / 2] + c + 16, both.hi);
+        }
     }
     STORED();
     _tile_loadd(0, s->weight[0] + at, ld_w);
@@ -95,18 +99,21 @@ T_AMX static void token_tile_span(Token *s, const Attention *a, const int32_t *p
   token_pairs(s, G, H);
   for (i64 first = from / BLOCK * BLOCK; first < to; first += SPAN) {
     const i64 n = min64(SPAN, up_to(to - first, BLOCK));
+    begin_tiles(TILE_ROWS);
     for (i64 at = 0; at < n; at += BLOCKS) {
       const bf16 *k[4];
       float scores[4][BLOCK][16] __attribute__((aligned(64)));
       for (int b = 0; b < 4; b++) {
         const i64 here = place(a, pages, head, first + min64(at + b * BLOCK, n - BLOCK)), next = first + at + BLOCKS + b * BLOCK;
         k[b] = a->k + here;
+        if (first > from) continue;
         fetch_values(a->v + here, BLOCK * H);
-        if (next < to) fetch_keys(a->k + place(a, pages, head, next), BLOCK * H);
+        if (next < min64(to, first + SPAN)) fetch_keys(a->k + place(a, pages, head, next), BLOCK * H);
       }
       token_tiles(s, k, H, scores);
       for (i64 b = 0; b < 4 && at + b * BLOCK < n; b++) {
         const i64 pos = first + at + b * BLOCK, low = max64(from - pos, 0), high = min64(to - pos, BLOCK);
+        if (pos + SPAN < to) fetch_values(a->k + place(a, pages, head, pos + SPAN), BLOCK * H);
         const __mmask16 seen = (__mmask16)((0xffffu >> (BLOCK - high)) & (0xffffu << low));
         __m512i v[16];
         for (int i = 0; i < BLOCK; i++) v[i] = _mm512_load_si512(scores[b][i]);
@@ -117,15 +124,14 @@ T_AMX static void token_tile_span(Token *s, const Attention *a, const int32_t *p
         }
       }
     }
-    for (i64 g = 0; g < G; g++) token_weights(s, g, H, n);
-    for (i64 g = 0; g < 16; g++) /* what a tile reads and nobody wrote */
-      for (i64 at = g < G ? n : 0; at < up_to(n, 2 * BLOCK); at += BLOCK) {
-        _mm256_storeu_si256((__m256i *)(s->weight[g] + at), _mm256_setzero_si256());
-        _mm256_storeu_si256((__m256i *)(s->rest[g] + at), _mm256_setzero_si256());
-      }
+    for (i64 g = 0; g < G; g++) {
+      token_weights(s, g, H, n);
+      if (n % (2 * BLOCK)) memset(s->weight[g] + n, 0, BLOCK * sizeof(bf16)), memset(s->rest[g] + n, 0, BLOCK * sizeof(bf16));
+    }
+    begin_tiles(G);
     i64 h = 0;
-    for (; h + 64 <= H; h += 64) token_tile_values(s, a, pages, head, first, n, h, 0, careful);
-    if (h < H) token_tile_values(s, a, pages, head, first, n, h, 1, careful);
+    for (; h + 64 <= H; h += 64) token_tile_values(s, a, pages, head, first, n, to, h, 0, careful);
+    if (h < H) token_tile_values(s, a, pages, head, first, n, to, h, 1, careful);
   }
 }
 
@@ -267,7 +273,7 @@ T_AMX static void amx_attention_chunk(const Job *job, i64 number, int seat) {
   const Attention *a = job->work;
   const Item *item = a->items + number % a->n_items;
   const i64 head = number / a->n_items;
-  begin_tiles();
+  begin_tiles(TILE_ROWS);
   if (item->n <= FEW_TOKENS)
     token_attention(a, item, head, token_tile_span);
   else if (item->n > 16)
