@@ -555,7 +555,8 @@ T_BF16 INLINE __m512 row_sums(const bf16 *x, const bf16 *w, i64 K) {
   return _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
 }
 
-/* One row of x, short weight rows one after the other: one stream, which the processor prefetches by itself. */
+/* One row of x, short weight rows one after the other: one stream, which the processor prefetches by itself (Zen 4 does; an
+ * Xeon with AMX reads the streams that bf16_eight fetches ahead 1.4 times as fast). */
 T_BF16 static void bf16_linear(const Product *p, i64 n0, i64 n1, float *y) {
   for (i64 n = n0; n < n1; n += 8, y += 8) {
 #define SUM(i) const __m512 s##i = row_sums(p->packed, p->w + min64(n + i, n1 - 1) * p->K, p->K);
@@ -753,7 +754,7 @@ T_BF16 static void bf16_many(const Product *p, i64 n0, i64 n1, Target t) {
 
 #define FEW_ROWS(NAME, KIND)                                                                                           \
   T_BF16 static void NAME(const Product *p, i64 n0, i64 n1, Target t) {                                                \
-    if (p->L == 1 && KIND == BF16 && p->K <= LONGEST_LINEAR)                                                           \
+    if (p->L == 1 && KIND == BF16 && p->K <= LONGEST_LINEAR && !p->tiles)                                                           \
       bf16_linear(p, n0, n1, at(t, 0));                                                                                \
     else if (p->L == 1)                                                                                                \
       bf16_eight(p, n0, n1, at(t, 0), KIND);                                                                           \
