@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from jserve.native.compile import FOLDER, SOURCES
-from jserve.native.library import Library
+from jserve.native.library import LEVELS, Library
 from tests.native.conftest import built
 
 ROOT = FOLDER.parent.parent
@@ -113,6 +113,51 @@ PLANTS = {
         1,
         "grouped.h",
     ),
+    "the last weight row of a tile": Plant(
+        "load_n(w + r * K, n) : _mm512_setzero_si512());",
+        "load_n(w + r * K, n - (r + 1 == rows)) : _mm512_setzero_si512());",
+        "test_products.py",
+        4,
+        "amx.h",
+    ),
+    "the tail of K by tiles": Plant(
+        "n_tiles = (values + TILE_VALUES - 1) / TILE_VALUES",
+        "n_tiles = max64(values / TILE_VALUES, 1)",
+        "test_products.py",
+        4,
+        "amx.h",
+    ),
+    "sums of an earlier part of K": Plant(
+        "next, k0 == 0, 1);", "next, 1, 1);", "test_products.py", 4, "amx.h"
+    ),
+    "rows of x beyond those of the first tiles": Plant(
+        "if (two) _tile_stored(7, sums[1][1], 64);",
+        "if (two) _tile_stored(5, sums[1][1], 64);",
+        "test_products.py",
+        4,
+        "amx.h",
+    ),
+    "the second block of keys": Plant(
+        "_tile_loadd(1, k[1] + h, ld);",
+        "_tile_loadd(1, k[0] + h, ld);",
+        "test_native_attention.py",
+        4,
+        "amx_attention.h",
+    ),
+    "values of the other rows of a pair": Plant(
+        "_mm512_or_si512(one, _mm512_slli_epi32(two, 16))",
+        "_mm512_or_si512(two, _mm512_slli_epi32(one, 16))",
+        "test_native_attention.py",
+        4,
+        "amx_attention.h",
+    ),
+    "a head's sums beyond half of them": Plant(
+        "if (!half) _tile_stored(7, s->o[0] + h + 48, ld_o);",
+        "",
+        "test_native_attention.py",
+        4,
+        "amx_attention.h",
+    ),
     "the scales of the first expert": Plant(
         "  part.scale += n * p->groups;", "", "test_quantised_experts.py", 1
     ),
@@ -125,7 +170,7 @@ PLANTS = {
 def test_a_planted_fault_is_noticed(name: str, kernels: Library, tmp_path: Path) -> None:
     plant = PLANTS[name]
     if kernels.handle.jserve_level() < plant.level:
-        pytest.skip("this processor has the level plain alone")
+        pytest.skip(f"this processor has no {LEVELS[plant.level]}")
     for source in SOURCES:
         shutil.copy(FOLDER / source, tmp_path)
     at = tmp_path / plant.source

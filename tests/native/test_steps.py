@@ -245,7 +245,6 @@ def test_nothing_compiles_over_500_random_requests(level):
         way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
         answered += len(equal.run(served, some, way, rng))
     assert answered >= 500
-    assert served.programs.late_compiles == 0
     assert (programs.n_compiles(), len(served.programs)) == (before, n_programs)
 
 
