@@ -27,7 +27,7 @@ kernels = jax.make_user_context("")
 traced again."""
 
 HOPPER = "hopper"
-MOST_ROWS = {HOPPER: 0, "plain": 0, "avx2": 4096, "avx512f": 8, "avx512_bf16": 4096, "amx_bf16": 4096}
+MOST_ROWS = {HOPPER: 0, "plain": 0, "avx2": 4096, "avx512f": 8, "avx512_bf16": 4096, "amx": 4096}
 """Rows of a product up to which each level beats XLA."""
 
 

@@ -1,18 +1,18 @@
 /* Products of more than FEW live rows by the tile registers of AMX, for kernels.c.
  *
- * A tile of weights is 16 rows by 32 values; a tile of x is 16 pairs of values by 16 rows, which is how bf16_pack_lanes
- * leaves them; their product is added to a tile of 16 weight rows by 16 rows of x. Two of the one meet two of the other, so
- * that of eight tiles four are sums.
+ * A tile of weights is 16 rows by 64 bytes; a tile of x is 16 groups of values, of 4 bytes each, by 16 rows, which is how
+ * bf16_pack_lanes and vnni_pack leave them; their product is added to a tile of 16 weight rows by 16 rows of x: float32 of
+ * bfloat16, int32 of int8 that x is rounded to. Two of the one meet two of the other, so that of eight tiles four are sums.
  *
  * A chunk of weights is taken 32 rows at a time. Where these meet no more than two tiles of x, they are read where they lie.
- * Else TILED_VALUES of them at a time are copied tile by tile to where the first-level cache has room for them (it has not
+ * Else TILED_BYTES of them at a time are copied tile by tile to where the first-level cache has room for them (it has not
  * for rows that are powers of two apart) and meet up to TILED_X rows of x. The sums of all of the chunk wait in the thread's
  * room, and are turned and written when they are complete, line after line of a row of y. */
 
-enum { TILE_ROWS = 16, TILE_VALUES = 32, TILED_VALUES = 512, TILED_X = 256 };
+enum { TILE_ROWS = 16, TILE_BYTES = 64, TILED_BYTES = 1024, TILED_X = 256 };
 
-typedef bf16 WeightTiles[TILED_VALUES / TILE_VALUES][2][TILE_ROWS][TILE_VALUES];
-typedef float Sums[2][2][TILE_ROWS][16]; /* [tile of weights][tile of x][weight row][row of x] */
+typedef char WeightTiles[TILED_BYTES / TILE_BYTES][2][TILE_ROWS][TILE_BYTES];
+typedef float Sums[2][2][TILE_ROWS][16]; /* [tile of weights][tile of x][weight row][row of x]; of int8: int32 */
 
 /* Of the sums of a chunk of ``rows`` weight rows and L of x. */
 static i64 tiled_bytes(i64 rows, i64 L) {
@@ -20,7 +20,7 @@ static i64 tiled_bytes(i64 rows, i64 L) {
 }
 
 #if AMX
-#define T_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")))
+#define T_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,amx-int8")))
 
 /* The eight tiles of this thread, whole but for ``rows`` rows of the first two and of the last four; to be released before
  * others use the thread. */
@@ -37,29 +37,34 @@ T_AMX static void begin_tiles(i64 rows) {
 /* Stores before this are seen by tile loads after it, and stores of tiles by loads: the compiler knows nothing of them. */
 #define STORED() __asm__ volatile("" ::: "memory")
 
-/* ``n`` values of a tile's weight rows, of which there are ``rows``. */
-T_AMX INLINE void copy_tile(bf16 (*to)[TILE_VALUES], const bf16 *w, i64 K, i64 rows, i64 n) {
-  if (rows >= TILE_ROWS && n >= TILE_VALUES)
-    for (i64 r = 0; r < TILE_ROWS; r++) _mm512_store_si512(to[r], load(w + r * K));
-  else
-    for (i64 r = 0; r < TILE_ROWS; r++)
-      _mm512_store_si512(to[r], r < rows ? load_n(w + r * K, n) : _mm512_setzero_si512());
+/* ``n`` bytes of a tile's weight rows, of which there are ``rows``. */
+T_AMX INLINE void copy_tile(char (*to)[TILE_BYTES], const char *w, i64 apart, i64 rows, i64 n) {
+  const __mmask64 there = n >= TILE_BYTES ? ~0ull : (1ull << n) - 1;
+  for (i64 r = 0; r < TILE_ROWS; r++)
+    _mm512_store_si512(to[r], r < rows ? _mm512_maskz_loadu_epi8(there, w + r * apart) : _mm512_setzero_si512());
 }
 
 /* Weights to fetch at each of the steps that are multiplied: ``n`` lines from ``a`` and from ``b`` on. */
 typedef struct {
-  const bf16 *a, *b;
+  const char *a, *b;
   i64 n, apart, step;
 } Next;
 
-/* Where two tiles of weights lie: ``apart`` from row to row, ``step`` to the next 32 values. */
+/* Where two tiles of weights lie: bytes from row to row, and to the next tiles. */
 typedef struct {
-  const bf16 *a, *b;
+  const char *a, *b;
   i64 apart, step;
 } Pair;
 
-/* Weights times 16 or, with ``two``, 32 rows of x, which lie ``apart``, added to ``sums`` or, if ``first``, put there. */
-T_AMX INLINE void add_tiles(Pair w, const uint32_t *x, i64 apart, i64 n_tiles, Sums sums, Next next, int first, int two) {
+/* Weights times 16 or, with ``two``, 32 rows of x, which lie ``apart``, added to ``sums`` or, if ``first``, put there;
+ * ``whole``: int8. */
+T_AMX INLINE void add_tiles(Pair w, const uint32_t *x, i64 apart, i64 n_tiles, Sums sums, Next next, int first, int two,
+                            int whole) {
+#define ADD(sum, w, x)                                                                                                 \
+  if (whole)                                                                                                           \
+    _tile_dpbssd(sum, w, x);                                                                                           \
+  else                                                                                                                 \
+    _tile_dpbf16ps(sum, w, x);
   STORED();
   if (first) {
     _tile_zero(4);
@@ -72,23 +77,23 @@ T_AMX INLINE void add_tiles(Pair w, const uint32_t *x, i64 apart, i64 n_tiles, S
     if (two) _tile_loadd(6, sums[0][1], 64);
     if (two) _tile_loadd(7, sums[1][1], 64);
   }
-  const i64 ld = w.apart * (i64)sizeof(bf16);
   for (i64 i = 0; i < n_tiles; i++, x += 256) {
     for (i64 r = 0; r < next.n; r++) {
-      _mm_prefetch((const char *)(next.a + i * next.step + r * next.apart), _MM_HINT_T1);
-      _mm_prefetch((const char *)(next.b + i * next.step + r * next.apart), _MM_HINT_T1);
+      _mm_prefetch(next.a + i * next.step + r * next.apart, _MM_HINT_T1);
+      _mm_prefetch(next.b + i * next.step + r * next.apart, _MM_HINT_T1);
     }
-    _tile_loadd(0, w.a + i * w.step, ld);
+    _tile_loadd(0, w.a + i * w.step, w.apart);
     _tile_loadd(2, x, 64);
-    _tile_dpbf16ps(4, 0, 2);
-    _tile_loadd(1, w.b + i * w.step, ld);
-    _tile_dpbf16ps(5, 1, 2);
+    ADD(4, 0, 2)
+    _tile_loadd(1, w.b + i * w.step, w.apart);
+    ADD(5, 1, 2)
     if (two) {
       _tile_loadd(3, x + apart, 64);
-      _tile_dpbf16ps(6, 0, 3);
-      _tile_dpbf16ps(7, 1, 3);
+      ADD(6, 0, 3)
+      ADD(7, 1, 3)
     }
   }
+#undef ADD
   _tile_stored(4, sums[0][0], 64);
   _tile_stored(5, sums[1][0], 64);
   if (two) _tile_stored(6, sums[0][1], 64);
@@ -105,10 +110,22 @@ T_AMX INLINE void put_tile(const float (*s)[16], Target t, i64 i, i64 rows, i64 
   for (i64 j = 0; j < min64(16, rows); j++) _mm512_mask_storeu_ps(at(t, i + j) + n, there, (__m512)v[j]);
 }
 
+/* Sums of int8 become results: times the scale of a row of x, then of the weight row. */
+T_AMX INLINE void scale_tile(const Product *p, float (*s)[16], i64 i, i64 n) {
+  float scales[16] = {0};
+  for (i64 j = 0; j < min64(16, p->L - i); j++) scales[j] = p->rounded[i + j].scale;
+  const __m512 of_x = _mm512_loadu_ps(scales);
+  for (i64 r = 0; r < min64(TILE_ROWS, p->N - n); r++) {
+    const __m512 sums = _mm512_cvtepi32_ps(_mm512_loadu_si512(s[r]));
+    _mm512_storeu_ps(s[r], _mm512_mul_ps(_mm512_mul_ps(sums, of_x), _mm512_set1_ps(p->scale[n + r])));
+  }
+}
+
 /* Columns n0 .. n1-1 of results. ``gated``: of gate_up, where weight row n of the gate is met by that of up, ``p->N / 2``
  * rows behind it, else by the one sixteen rows behind. */
-T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated) {
-  const i64 K = p->K, apart = up_to(K, TILE_VALUES) * 8; /* pairs of sixteen rows of x */
+T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated, int whole) {
+  const char *const weights = whole ? (const char *)p->q : (const char *)p->w;
+  const i64 row_bytes = p->K * (whole ? 1 : (i64)sizeof(bf16)), apart = up_to(row_bytes, TILE_BYTES) * 4; /* of x */
   const i64 second = gated ? p->N / 2 : TILE_ROWS, step = gated ? TILE_ROWS : 2 * TILE_ROWS;
   const i64 n_blocks = (n1 - n0 + step - 1) / step;
   WeightTiles copy __attribute__((aligned(64)));
@@ -116,32 +133,31 @@ T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated) {
   begin_tiles(TILE_ROWS);
   for (i64 i0 = 0; i0 < p->L; i0 += TILED_X) {
     const i64 L = min64(TILED_X, p->L - i0), n_x = (L + 31) / 32;
-    const int in_place = n_x == 1 && K % TILE_VALUES == 0 && (n1 - n0) % step == 0;
-    const i64 at_once = in_place ? K : TILED_VALUES;
-    for (i64 k0 = 0; k0 < K; k0 += at_once) {
-      const i64 values = min64(K - k0, at_once), n_tiles = (values + TILE_VALUES - 1) / TILE_VALUES;
+    const int in_place = n_x == 1 && row_bytes % TILE_BYTES == 0 && (n1 - n0) % step == 0;
+    const i64 at_once = in_place ? row_bytes : TILED_BYTES;
+    for (i64 k0 = 0; k0 < row_bytes; k0 += at_once) {
+      const i64 n_bytes = min64(row_bytes - k0, at_once), n_tiles = (n_bytes + TILE_BYTES - 1) / TILE_BYTES;
       for (i64 block = 0; block < n_blocks; block++) {
-        const i64 n = n0 + block * step, last = block + 1 == n_blocks, end = last && k0 + values == K;
-        const i64 next_n = end ? p->then : last ? n0 : n + step, next_k = end ? 0 : last ? k0 + values : k0;
-        const bf16 *from = p->w + n * K + k0, *ahead = p->w + min64(next_n, p->N - 1) * K + next_k;
-        Pair w = {from, from + second * K, K, TILE_VALUES};
-        Next next = {ahead, ahead + second * K, TILE_ROWS, TILE_VALUES, TILE_ROWS * TILE_VALUES};
+        const i64 n = n0 + block * step, last = block + 1 == n_blocks, end = last && k0 + n_bytes == row_bytes;
+        const i64 next_n = end ? p->then : last ? n0 : n + step, next_k = end ? 0 : last ? k0 + n_bytes : k0;
+        const char *from = weights + n * row_bytes + k0, *ahead = weights + min64(next_n, p->N - 1) * row_bytes + next_k;
+        Pair w = {from, from + second * row_bytes, row_bytes, TILE_BYTES};
+        Next next = {ahead, ahead + second * row_bytes, TILE_ROWS, TILE_BYTES, TILE_ROWS * TILE_BYTES};
         if (!in_place) {
-          for (i64 i = 0; i < n_tiles; i++) {
-            const i64 k = i * TILE_VALUES;
-            copy_tile(copy[i][0], w.a + k, K, n1 - n, values - k);
-            copy_tile(copy[i][1], w.b + k, K, n1 - n - (gated ? 0 : TILE_ROWS), values - k);
+          for (i64 i = 0, k = 0; i < n_tiles; i++, k += TILE_BYTES) {
+            copy_tile(copy[i][0], w.a + k, row_bytes, n1 - n, n_bytes - k);
+            copy_tile(copy[i][1], w.b + k, row_bytes, n1 - n - (gated ? 0 : TILE_ROWS), n_bytes - k);
           }
-          w = (Pair){copy[0][0][0], copy[0][1][0], TILE_VALUES, 2 * TILE_ROWS * TILE_VALUES};
-          next = (Next){ahead, ahead + second * K, up_to(TILE_ROWS, n_x) / n_x, K, TILE_VALUES};
+          w = (Pair){copy[0][0][0], copy[0][1][0], TILE_BYTES, sizeof copy[0]};
+          next = (Next){ahead, ahead + second * row_bytes, up_to(TILE_ROWS, n_x) / n_x, row_bytes, TILE_BYTES};
         }
         if (i0 || p->next_chunk) next.n = 0;
         for (i64 i = 0; i < n_x; i++) {
-          const uint32_t *x = (const uint32_t *)p->packed + (i0 / 16 + 2 * i) * apart + k0 * 8;
+          const uint32_t *x = (const uint32_t *)p->packed + (i0 / 16 + 2 * i) * apart + k0 * 4;
           if (L - 32 * i > 16)
-            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 1);
+            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 1, whole);
           else
-            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 0);
+            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 0, whole);
           next.a += next.n * next.apart, next.b += next.n * next.apart;
         }
       }
@@ -150,6 +166,10 @@ T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated) {
       for (i64 block = 0; block < n_blocks; block++) {
         float (*s)[2][TILE_ROWS][16] = sums[i / 32 * n_blocks + block];
         const i64 b = i / 16 % 2, n = block * step;
+        if (whole) {
+          scale_tile(p, s[0][b], i0 + i, n0 + n);
+          scale_tile(p, s[1][b], i0 + i, n0 + n + second);
+        }
         if (gated)
           avx512f_silu(s[0][b][0], s[1][b][0], s[0][b][0], TILE_ROWS * 16);
         else
@@ -160,6 +180,16 @@ T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated) {
   _tile_release();
 }
 
-T_AMX static void amx_rows(const Product *p, i64 n0, i64 n1, Target t) { tiled(p, n0, n1, t, 0); }
-T_AMX static void amx_gated(const Product *p, i64 n0, i64 n1, Target t) { tiled(p, n0, n1, t, 1); }
+T_AMX static void amx_rows(const Product *p, i64 n0, i64 n1, Target t) {
+  if (p->kind == ROUNDED)
+    tiled(p, n0, n1, t, 0, 1);
+  else
+    tiled(p, n0, n1, t, 0, 0);
+}
+T_AMX static void amx_gated(const Product *p, i64 n0, i64 n1, Target t) {
+  if (p->kind == ROUNDED)
+    tiled(p, n0, n1, t, 1, 1);
+  else
+    tiled(p, n0, n1, t, 1, 0);
+}
 #endif

@@ -222,7 +222,10 @@ T_AVX2 static void grouped_few(const Product *p, i64 n0, i64 n1, Target t) {
 }
 
 #define GROUPED(NAME, MOST)                                                                                            \
-  static size_t NAME##_grouped_bytes(i64 L, i64 K) { return L <= MOST ? grouped_bytes(L, K) : NAME##_bytes(L, K); }    \
+  static size_t NAME##_grouped_bytes(i64 L, i64 K) {                                                                   \
+    const size_t few = L <= MOST ? grouped_bytes(L, K) : 0, many = NAME##_bytes(L, K);                                 \
+    return few > many ? few : many;                                                                                    \
+  }                                                                                                                    \
   static void NAME##_grouped_pack(const Product *p, i64 i0, i64 i1) {                                                  \
     if (p->few)                                                                                                        \
       grouped_pack(p);                                                                                                 \

@@ -48,7 +48,7 @@
 typedef uint16_t bf16;
 typedef int64_t i64;
 
-enum { PLAIN, AVX2, AVX512F, AVX512_BF16, AMX_BF16, N_LEVELS };
+enum { PLAIN, AVX2, AVX512F, AVX512_BF16, TILES, N_LEVELS }; /* TILES: of AMX */
 
 INLINE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
@@ -89,14 +89,15 @@ static int detect(void) {
   if (!fma || !osxsave) return PLAIN;
   __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
   if ((lo & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return PLAIN;
-  const unsigned subleaves = a, vnni = c >> 11 & 1, tiles = (d >> 22 & 1) && (d >> 24 & 1); /* AMX-BF16, AMX-TILE */
+  const unsigned subleaves = a, vnni = c >> 11 & 1;
+  const int tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1); /* AMX-BF16, -TILE, -INT8 */
   int avx2 = b >> 5 & 1;
   int avx512 = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1); /* F, DQ, BW, VL */
   if (!avx2) return PLAIN;
   if (!avx512 || (lo & 0xe6) != 0xe6) return AVX2;
   if (subleaves < 1 || !vnni || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return AVX512F;
   if (!(a >> 5 & 1)) return AVX512F;
-  return tiles && (lo & 0x60000) == 0x60000 && lends_tiles() ? AMX_BF16 : AVX512_BF16;
+  return tiles && (lo & 0x60000) == 0x60000 && lends_tiles() ? TILES : AVX512_BF16;
 }
 #else
 static int detect(void) { return PLAIN; }
@@ -126,7 +127,7 @@ typedef struct {
   const float *x;     /* [M, K] as given */
   void *packed;       /* in the level's own form */
   int few;            /* whether that is the form for few live rows */
-  int tiles;          /* whether AMX multiplies what is not few */
+  int tiles;          /* whether tiles multiply what is not few */
   /* Where kind is not BF16: */
   int kind;
   const uint8_t *q;    /* [N, K]; of four bits: [N, K / 2], byte j of 32 weights has weight j in its low half, 16 + j in the other */
@@ -159,7 +160,7 @@ typedef struct {
 INLINE float *at(Target t, i64 i) { return t.y + t.row[i] * t.ld; }
 
 /* Live rows that are packed together: the lanes of the widest vector. At most FEW of them may have another form; without
- * AVX512_BF16, of numbers that are slow to widen, GROUPED_FEW, with tiles of whole weights TILED_FEW (few_rows). */
+ * AVX512_BF16, of numbers that are slow to widen, GROUPED_FEW, with tiles TILED_FEW (few_rows). */
 enum { PACKED = 16, FEW = 8, GROUPED_FEW = 32, TILED_FEW = 4 };
 
 /* --- plain C --- */
@@ -823,7 +824,7 @@ static const Level *functions_for(int level, const Product *p) {
       [AVX2] = {avx2_grouped_bytes, avx2_grouped_pack, avx2_grouped_rows, avx2_silu},
       [AVX512F] = {avx512f_grouped_bytes, avx512f_grouped_pack, avx512f_grouped_rows, avx512f_silu},
       [AVX512_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu},
-      [AMX_BF16] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu},
+      [TILES] = {bf16_grouped_bytes, bf16_grouped_pack, bf16_grouped_rows, avx512f_silu},
   };
   const int row_scales = scaled_later(p) && !p->zero;
   if (level >= AVX512_BF16 && p->kind == INT8 && row_scales) return &int8;
@@ -834,11 +835,14 @@ static const Level *functions_for(int level, const Product *p) {
   return &WIDENED_LEVELS[level];
 }
 
+/* Whether tiles read weights as they are stored, without a chunk of them being widened. */
+INLINE int by_tiles(const Product *p) { return p->kind == BF16 || p->kind == ROUNDED; }
+
 /* Live rows up to which x has its form for few. */
 static i64 few_rows(int level, const Product *p) {
 #if X86
   if ((level == AVX2 || level == AVX512F) && fits_grouped(p) && !widens_by_bytes(p)) return GROUPED_FEW;
-  if (p->tiles && p->kind == BF16) return TILED_FEW;
+  if (p->tiles) return half_bytes(p->kind) && p->K / p->groups % 32 ? FEW : TILED_FEW;
 #endif
   return FEW;
 }
@@ -1044,7 +1048,7 @@ static Product part_of(const Level *level, const Product *p, i64 i, i64 n) {
 /* Columns [n0, n1) of gate_up, to rows ``t.row`` of ``t``, which has as many columns as the gate has. */
 static void gated(const Level *level, const Product *p, i64 n0, i64 n1, Target t) {
 #if AMX
-  if (p->tiles && !p->few && p->kind == BF16) {
+  if (p->tiles && !p->few && by_tiles(p)) {
     amx_gated(p, n0, n1, t);
     return;
   }
@@ -1099,19 +1103,19 @@ static i64 sort_rows(const float *x, i64 M, i64 K, int32_t *row) {
 /* Results of a chunk: of N that meet up to L live rows of x. Tiles of whole weights take more at once, so that x is read
  * less often than weights are. */
 static i64 chunk_rows(const Product *p, i64 N, i64 L, int fused) {
-  const i64 each = fused ? 2 : 1, tiled = p->tiles && L > few_rows(AMX_BF16, p);
+  const i64 each = fused ? 2 : 1, tiled = p->tiles && L > few_rows(TILES, p);
   i64 rows = max64(CHUNK_BYTES / max64(each * p->K * (i64)sizeof(bf16), 1), 1);
-  if (tiled && p->kind == BF16) rows = max64(rows, min64(L, TILED_X) / each);
+  if (tiled && by_tiles(p)) rows = max64(rows, min64(L, TILED_X) / each);
   rows = min64(rows, (N + FEWEST_CHUNKS - 1) / FEWEST_CHUNKS);
   rows = up_to(rows, tiled ? 2 * TILE_ROWS / each : CHUNK_ROWS);
-  const int held = fused && !(tiled && p->kind == BF16);
+  const int held = fused && !(tiled && by_tiles(p));
   return held ? min64(rows, HELD / min64(max64(L, 8), PART) / 8 * 8) : rows;
 }
 
 /* For each thread, with up to M live rows of x. */
 static Rooms rooms_for(const Product *p, i64 N, i64 M, int fused) {
   const i64 rows = max64(chunk_rows(p, N, 1, fused), chunk_rows(p, N, M, fused));
-  const int widened = p->kind != BF16 && p->kind != ROUNDED;
+  const int widened = !by_tiles(p);
   Rooms rooms = {.weights = widened ? up_to(rows * p->K * (i64)sizeof(bf16), 64) : 0};
   rooms.each = rooms.weights + (p->tiles ? tiled_bytes((fused ? 2 : 1) * rows, M) : 0);
   return rooms;
@@ -1124,7 +1128,7 @@ static int product(int level, Product p, float *y, int fused, const FfiCall *cal
   const Level *with = functions_for(level, &p);
   if (p.N * K * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   const i64 rows_bytes = up_to(M * 4, 64), rounded_bytes = p.kind == ROUNDED ? up_to(M * (i64)sizeof(RoundedRow), 64) : 0;
-  p.tiles = level >= AMX_BF16;
+  p.tiles = level >= TILES;
   const i64 packed = max64((i64)with->packed_bytes(M, K), (i64)with->packed_bytes(min64(M, few_rows(level, &p)), K));
   Rooms rooms = rooms_for(&p, N, M, fused);
   Job *job = new_job((size_t)(rows_bytes + rounded_bytes + up_to(packed, 64) + rooms.each * pool_threads(call)));
@@ -1233,7 +1237,7 @@ static int experts(int level, Experts *e, const FfiCall *call) {
   const i64 products = up_to(most * (i64)sizeof(Product), 64), pointers = up_to(most * 8, 64);
   const i64 rounded_bytes = e->of.kind == ROUNDED ? up_to(e->A * (i64)sizeof(RoundedRow), 64) : 0;
   const i64 threads = pool_threads(call);
-  e->of.tiles = level >= AMX_BF16;
+  e->of.tiles = level >= TILES;
   Rooms rooms = rooms_for(&e->of, e->N, e->A, e->fused);
   Job *job = new_job((size_t)(ends + 2 * numbers + products + pointers + rounded_bytes + e->A * alone + threads * rooms.each));
   if (!job) return 0;
@@ -1964,7 +1968,7 @@ static int attention(int level, Attention *a, const FfiCall *call) {
   job->n_chunks = a->n_items * a->K;
   job->chunk = level >= AVX512_BF16 ? bf16_attention_chunk : avx2_attention_chunk;
 #if AMX
-  if (level >= AMX_BF16) job->chunk = amx_attention_chunk;
+  if (level >= TILES) job->chunk = amx_attention_chunk;
 #endif
   job->work = a;
   run_job(job, call);

@@ -14,7 +14,7 @@ from typing import Any
 
 from jserve.native.compile import library_path, source_hash
 
-LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
+LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16", "amx")
 """The instructions of a processor, by the number that the library gives it: each has all of those before it."""
 KINDS = ("bf16", "int8", "int4", "e4m3", "rounded", "uint4", "e2m1")
 """Kinds of weights, by the number that the library gives them; ``rounded``: int8 with activations rounded to int8."""

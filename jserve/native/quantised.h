@@ -482,10 +482,8 @@ T_VNNI INLINE __m512i rounded64(const float *x, i64 n, float scale) {
 }
 
 /* Few live rows are kept as rows of whole vectors, a multiple of four; else lanes are rows of x:
- * [ceil(L / 16)][ceil(K / 4)][16] of four numbers plus 128. */
-static size_t vnni_bytes(i64 L, i64 K) {
-  return (size_t)(L <= FEW ? up_to(L, 4) * up_to(K, 64) : up_to(L, 16) * up_to(K, 4));
-}
+ * [ceil(L / 16)][16 * ceil(K / 64)][16] of four numbers, plus 128 where tiles do not multiply them. Room for either. */
+static size_t vnni_bytes(i64 L, i64 K) { return (size_t)(up_to(L, L <= TILED_FEW ? 4 : 16) * up_to(K, 64)); }
 
 T_VNNI static void vnni_pack_rows(const Product *p) {
   const i64 K = p->K, width = up_to(K, 64);
@@ -505,7 +503,7 @@ T_VNNI static void vnni_pack_rows(const Product *p) {
 }
 
 T_VNNI static void vnni_pack(const Product *p, i64 i0, i64 i1) {
-  const i64 K = p->K, fours = up_to(K, 4) / 4;
+  const i64 K = p->K, fours = up_to(K, 64) / 4;
   if (p->few) {
     vnni_pack_rows(p);
     return;
@@ -515,12 +513,13 @@ T_VNNI static void vnni_pack(const Product *p, i64 i0, i64 i1) {
     for (i64 r = 0; r < rows; r++) p->rounded[i + r].scale = scale_of_most(most_bits(p->x + p->row[i + r] * K, K));
     for (i64 k = 0; k < K; k += 64) {
       __m512i v[16];
-      for (i64 r = 0; r < 16; r++)
-        v[r] = r < rows ? plus_128(rounded64(p->x + p->row[i + r] * K + k, K - k, p->rounded[i + r].scale))
-                        : _mm512_setzero_si512();
+      for (i64 r = 0; r < 16; r++) {
+        v[r] = _mm512_setzero_si512();
+        if (r < rows) v[r] = rounded64(p->x + p->row[i + r] * K + k, K - k, p->rounded[i + r].scale);
+        if (r < rows && !p->tiles) v[r] = plus_128(v[r]);
+      }
       turn16(v);
-      for (i64 j = 0; j < min64(16, fours - k / 4); j++)
-        _mm512_storeu_si512((uint32_t *)p->packed + i * fours + (k / 4 + j) * 16, v[j]);
+      for (i64 j = 0; j < 16; j++) _mm512_storeu_si512((uint32_t *)p->packed + i * fours + (k / 4 + j) * 16, v[j]);
     }
   }
 }
@@ -618,7 +617,7 @@ T_VNNI INLINE __m512i four_bytes(const char *p, i64 n) {
 
 /* As bf16_lanes. */
 T_VNNI INLINE void vnni_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Target t, int two, int ahead) {
-  const i64 K = p->K, fours = up_to(K, 4) / 4;
+  const i64 K = p->K, fours = up_to(K, 64) / 4;
   const uint32_t *x = (const uint32_t *)p->packed + i * fours, *u = x + 16 * fours;
   const char *next = (const char *)p->q + min64(n + 16, p->N - 1) * K;
   int32_t sums[8];
@@ -670,6 +669,12 @@ T_VNNI INLINE void vnni_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
 }
 
 T_VNNI static void vnni_rows(const Product *p, i64 n0, i64 n1, Target t) {
+#if AMX
+  if (p->tiles && !p->few) {
+    amx_rows(p, n0, n1, t);
+    return;
+  }
+#endif
   if (p->few && p->L == 1) {
     vnni_eight(p, n0, n1, at(t, 0));
     return;
@@ -697,7 +702,8 @@ T_VNNI static void vnni_rows(const Product *p, i64 n0, i64 n1, Target t) {
 enum { FOUR_BIT_BLOCK = 128 };
 
 static size_t four_bit_bytes(i64 L, i64 K) {
-  return L <= FEW ? (size_t)(up_to(L, 4) * up_to(K, FOUR_BIT_BLOCK)) * sizeof(bf16) : bf16_bytes(L, K);
+  const i64 few = L <= FEW ? up_to(L, 4) * up_to(K, FOUR_BIT_BLOCK) * (i64)sizeof(bf16) : 0;
+  return (size_t)max64(few, (i64)bf16_bytes(L, K));
 }
 
 /* Whether the scales of a block fill whole lanes of its sums. */

@@ -24,7 +24,7 @@ FLAGS = {
     "avx2": {"avx2", "fma"},
     "avx512f": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx512_bf16": {"avx512_bf16"},
-    "amx_bf16": {"amx_tile", "amx_bf16"},
+    "amx": {"amx_tile", "amx_bf16", "amx_int8"},
 }
 
 

@@ -114,21 +114,28 @@ PLANTS = {
         "grouped.h",
     ),
     "the last weight row of a tile": Plant(
-        "load_n(w + r * K, n) : _mm512_setzero_si512());",
-        "load_n(w + r * K, n - (r + 1 == rows)) : _mm512_setzero_si512());",
+        "r < rows ? _mm512_maskz_loadu_epi8",
+        "r + 1 < rows ? _mm512_maskz_loadu_epi8",
         "test_products.py",
         4,
         "amx.h",
     ),
     "the tail of K by tiles": Plant(
-        "n_tiles = (values + TILE_VALUES - 1) / TILE_VALUES",
-        "n_tiles = max64(values / TILE_VALUES, 1)",
+        "n_tiles = (n_bytes + TILE_BYTES - 1) / TILE_BYTES",
+        "n_tiles = max64(n_bytes / TILE_BYTES, 1)",
         "test_products.py",
         4,
         "amx.h",
     ),
     "sums of an earlier part of K": Plant(
-        "next, k0 == 0, 1);", "next, 1, 1);", "test_products.py", 4, "amx.h"
+        "next, k0 == 0, 1, whole);", "next, 1, 1, whole);", "test_products.py", 4, "amx.h"
+    ),
+    "the scale of another row of x": Plant(
+        "scales[j] = p->rounded[i + j].scale;\n  const __m512 of_x",
+        "scales[j] = p->rounded[i].scale;\n  const __m512 of_x",
+        "test_quantised.py",
+        4,
+        "amx.h",
     ),
     "rows of x beyond those of the first tiles": Plant(
         "if (two) _tile_stored(7, sums[1][1], 64);",
