@@ -177,6 +177,7 @@ def test_only_the_draft_vocabulary_is_learnt(target, tiny_tokenizer):
 SLOW = [pytest.param("eagle3", marks=pytest.mark.slow), "medusa"]  # compiling takes a minute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_heads_learn(name, target, tiny_tokenizer):
     """One batch, seen again and again."""

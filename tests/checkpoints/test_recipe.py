@@ -126,6 +126,7 @@ def test_loss_falls_on_assistant_text_only(tiny_tokenizer):
     assert learnt == answer + "<|im_end|>"
 
 
+@pytest.mark.slow
 def test_packed_documents_do_not_see_each_other():
     params = init_params(TINY, 0)
     # Closing matrices start at zero, which would hide any mixing: use random ones.
@@ -175,6 +176,7 @@ def _stored(plan: train.Plan, out: Path):
     return storage.load_state(out / "state.safetensors", fresh)[0]
 
 
+@pytest.mark.slow
 def test_export_loads_in_transformers_with_equal_logits(tiny_tokenizer, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM

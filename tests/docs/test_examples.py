@@ -40,6 +40,7 @@ def test_clients(name: str, url: str, capsys) -> None:
     assert signs[name] in said
 
 
+@pytest.mark.slow
 def test_offline_batch(tiny_dir: Path, in_root: Callable, capsys) -> None:
     in_root(tiny_dir)
     start("offline_batch")

@@ -243,6 +243,7 @@ async def _ask_again(fleet: FleetEngine, asked: list, whole: list) -> None:
         assert await answers(fleet, asked) == whole
 
 
+@pytest.mark.slow
 def test_the_simulator_changes_roles_by_the_same_function():
     """Long prompts first, then long answers."""
     answering = ";start=60,prompt=24,output=200,context=400,rate=4,n=240"

@@ -140,6 +140,7 @@ def id_for(world: World, weights: str) -> str:
     return next(id for id in ids if fleet._rollout.member_for(id, fleet.members).weights == weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["w1", "w2"])
 async def test_a_resumed_answer_has_the_weights_of_its_first_tokens(models, weights):
     """Two replicas have the current weights, one is the canary; the one that answers dies."""

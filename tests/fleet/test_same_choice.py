@@ -57,6 +57,7 @@ def test_the_simulator_chooses_as_a_live_front():
     assert share_of_same("prefixes", 100) >= 0.95
 
 
+@pytest.mark.slow
 def test_with_roles_it_has_prompts_computed_where_a_live_front_has():
     made = setup(roles={PREFILL: 1, DECODE: 3}, transfer_gb_s=2.0)
     simulated, live = both(f"{LONG},n=120", made, seed=5)

@@ -209,6 +209,7 @@ async def test_as_many_prompts_as_a_request_may_hold_are_taken_by_an_idle_server
         await made.idle()
 
 
+@pytest.mark.slow
 def test_every_field_alone_with_every_hostile_scalar():
     """Not left to chance: each declared field, each nasty value."""
     nasty = [None, True, -1, 0, 2**63, 10**300, 0.5, -1e308, 1e-300, "", "x" * 3000, [], {}, [[]]]

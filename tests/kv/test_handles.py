@@ -208,6 +208,7 @@ def test_pins_never_starve_the_longest_sequence():
     drive.until_done("long")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     page_size=st.sampled_from([1, 4, 8]),

@@ -89,6 +89,7 @@ def alone() -> list[int]:
     return [t for out in engine.drain() for t in out.token_ids]
 
 
+@pytest.mark.slow
 def test_another_engine_reads_the_pages_of_a_shared_directory(tmp_path):
     world = World(tmp_path, tmp_path)
     outputs = world.export()

@@ -61,6 +61,7 @@ def evict(engine: Engine, n: int) -> None:
     tokens_of(engine, [1, 2, 3], f"carries{engine.scheduler.n_steps}", n=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 def test_what_was_evicted_comes_back_from_the_host_as_it_went(kind):
     device = with_host(kind)

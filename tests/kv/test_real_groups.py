@@ -78,7 +78,7 @@ def expected(kind: str) -> list[list[int]]:
     return all_of(engine_of(runner(kind, "off")), PROMPTS, N)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 def test_the_pool_has_as_many_arrays_as_a_group_has_layers(kind):
     device, groups = runner(kind), runner(kind).model.dims.groups
@@ -154,7 +154,7 @@ def life(kind: str) -> list[tuple[int, float]]:
     return found + scored(engine, [whole[:60], *PROMPTS[1:4]], 30)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bug",
     [given_back_one_token_early, a_hit_without_the_last_window, the_page_of_another_group],

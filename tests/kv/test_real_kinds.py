@@ -69,7 +69,7 @@ def test_chunks_and_batches_change_no_token(kind):
     assert len({t for tokens in alone for t in tokens}) > 8, "the model repeats itself"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token(kind):
     family, arch = KINDS[kind]
@@ -87,7 +87,7 @@ def test_drafts_change_no_token(kind):
     assert max(rig.accepted) == 3
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_equals_cold_also_through_host_memory(kind):
     check_hit_lengths(runner(kind), 25)

@@ -69,6 +69,7 @@ def test_chunks_and_buckets_change_no_bit() -> None:
     np.testing.assert_array_equal(np.concatenate(got), want)
 
 
+@pytest.mark.slow
 def test_what_runs_beside_a_decoded_token_changes_no_bit() -> None:
     """And it is the whole prompt's but for the order of attention's sums."""
     want, alone, beside = whole(driver()), driver(), driver()

@@ -388,7 +388,7 @@ def test_same_logits_and_tokens_as_transformers(case: str, attn: str) -> None:
     check(case, attn, 64)
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MORE)
 def test_the_switches_that_are_left(case: str) -> None:
     check(case, "xla", 48)

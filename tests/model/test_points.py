@@ -82,6 +82,7 @@ def test_heads_are_those_of_transformers(name: str) -> None:
         at += len(text)
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_long_has_no_heads_there() -> None:
     architecture, options = CASES["gemma3"]
     _, config = hf.tiny(architecture, **{k: v for k, v in options.items() if k != "seed"})

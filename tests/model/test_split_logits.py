@@ -106,6 +106,7 @@ def check_logprobs() -> None:
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_every_field_draws_the_token_of_whole_rows() -> None:
     check_tokens()
 
@@ -136,6 +137,7 @@ def test_no_collective_has_a_row_of_the_vocabulary() -> None:
     assert max(sizes) <= E * N * sampling.PREFILTER < E * V
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kw", [{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}, test_sample.SETTINGS[-1]], ids=str
 )

@@ -254,6 +254,7 @@ def test_every_mesh_draws_what_one_device_draws(ep: int, tp: int, spare: int) ->
     assert tokens(of) == alone()
 
 
+@pytest.mark.slow
 def test_a_stale_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights move and the table does not: tokens change, so the tests above can fail."""
     of = moving()

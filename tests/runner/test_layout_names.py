@@ -70,6 +70,7 @@ def identities() -> dict[str, str]:
     return {name: page_identity(spec) for name, spec in SUMS.items()}
 
 
+@pytest.mark.slow
 def test_pages_of_layouts_whose_sums_differ_lie_apart() -> None:
     found = identities()
     assert len({*found.values()}) == len(found), [

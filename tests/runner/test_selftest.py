@@ -356,6 +356,7 @@ def test_why_there_is_no_kernel_of_products(monkeypatch) -> None:
         assert e.value.field == "kernels"
 
 
+@pytest.mark.slow
 def test_a_child_of_products_gets_the_forms(monkeypatch) -> None:
     """With its real command; XLA's product in the place of the kernel."""
     form = replace(FOUR, zeros=True, made_as=FOUR)

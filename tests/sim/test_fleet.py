@@ -79,6 +79,7 @@ def test_a_cancel_goes_where_the_request_is():
     assert {d.id: d.finish for d in run.records.done} == {"1": "abort", "2": "length"}
 
 
+@pytest.mark.slow
 def test_by_seconds_prefixes_are_found_again_as_in_one_large_cache():
     """Each replica holds a fourth of all prefixes; chance finds one in four of them."""
     few = {"n_pages": 8 * 19 + 60}
@@ -124,6 +125,7 @@ def scaled(text: str, **changes) -> Run:
     return FleetSimulation(trace, made, limits_of(made)).run()
 
 
+@pytest.mark.slow
 def test_the_number_follows_the_load_and_nothing_is_lost():
     run, few, many = (
         scaled(RAMP, max_replicas=8, start_s=20.0),

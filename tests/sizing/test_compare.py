@@ -51,6 +51,7 @@ def test_sums_in_bfloat16_send_half() -> None:
     assert narrow.collectives == 2 * wide.collectives - 1
 
 
+@pytest.mark.slow
 def test_a_simulation_takes_the_priced_collectives_and_a_devices_weights() -> None:
     config = EngineConfig.of()
     found = priced("llama-3.1-8b", "tp=4", "h200")
@@ -143,6 +144,7 @@ def test_the_rank_correlation_is_spearmans() -> None:
     assert _rank_correlation([{"steps": [], "live": {"step_ms": 1.0}}] * 2) is None
 
 
+@pytest.mark.slow
 def test_the_plot_has_a_bar_for_each_sharding(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     words = ["--spec", "tp=1", "--spec", "tp=2", "--plot", str(tmp_path / "shard.svg")]
@@ -226,6 +228,7 @@ def test_a_sharding_that_cannot_be_honoured_is_a_row_that_says_why() -> None:
     assert f"{UNEVEN} is refused: sharding.rules.ffn" in shown.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "why"),
     [

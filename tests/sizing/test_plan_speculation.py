@@ -77,7 +77,7 @@ def of_one_device(arrays: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(arrays))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "tp", "options"),
     [

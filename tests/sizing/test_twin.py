@@ -71,6 +71,7 @@ def test_of_one_device_the_twin_is_the_step() -> None:
     assert (cost.collectives, cost.collective_mib) == (0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_cost_counts_the_collectives_of_the_program_and_times_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_cost_counts_the_collectives_of_the_program_and_times_both(
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(runner.state))
 
 
+@pytest.mark.slow
 def test_a_twin_is_compiled_as_the_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise what differs is the compiler's work too."""
     runner = over_two()

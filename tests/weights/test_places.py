@@ -116,7 +116,7 @@ def tried(door: Callable[[], Any]) -> tuple[Any, ConfigError | None]:
         return None, error
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("mode", ["manual", "auto"])
 def test_weights_lie_as_flax_says_or_a_key_is_refused(

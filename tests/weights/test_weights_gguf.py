@@ -303,6 +303,7 @@ def test_ropes_that_are_scaled(tmp_path: Path) -> None:
         assert model.family.arch(config) == want
 
 
+@pytest.mark.slow
 def test_convert_keeps_the_forms_and_writes_the_config(tmp_path: Path) -> None:
     tokens = ["<s>", "</s>", *map(chr, range(97, 123))]
     more = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}

@@ -378,6 +378,7 @@ for case in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_one_shard(tmp_path: Path) -> None:
     """Anonymous memory above the parameters themselves stays below 1.2 of the largest shard."""

@@ -76,6 +76,7 @@ def test_experts_keep_their_form(tmp_path: Path, case: str) -> None:
         assert set(served.values()) == {form}, served
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_widened_experts(tmp_path: Path) -> None:
     tp = 2
     model, bucket = Written(tmp_path, FORMATS["awq"], base=QWEN, **ROUTERS), Bucket(D=2, P=24, F=1)

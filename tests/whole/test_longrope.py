@@ -90,6 +90,7 @@ def tokens(parts: list[Output]) -> list[int]:
     return [t for part in parts for t in part.token_ids]
 
 
+@pytest.mark.slow
 def test_both_kinds_in_one_batch_are_those_of_transformers(engine: Engine, oracle: Any) -> None:
     """A text that ends where the original context does, one whose prompt is longer, one that grows beyond it."""
     asked = [
@@ -173,6 +174,7 @@ def itself(arch: Any, params: Any, mesh: Any) -> Any:
     return drafters.LoadedDrafter(drafter=drafter, params=params, n_draft=3)
 
 
+@pytest.mark.slow
 def test_a_draft_model_has_the_factors_of_each_row(runner: ModelRunner) -> None:
     """It drafts what the target draws, for rows of either kind."""
     wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3)

@@ -124,6 +124,7 @@ def test_the_doors_give_the_same_answers(masking) -> None:
     assert n_accepted > 0
 
 
+@pytest.mark.slow
 def test_stop_strings_inside_an_accepted_block_cut_the_same(llm) -> None:
     whole = off(llm, PROMPTS[0], ASKED[0])[0].outputs[0]
     for at in range(2, 20, 3):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jserve.model.features import SCORE
 from jserve.model.view import Bucket
 from jserve.sim import measure
@@ -9,6 +11,7 @@ from jserve.sim.costs import StepTimeTable
 from tests.whole import equal
 
 
+@pytest.mark.slow
 def test_every_program_is_timed(runner) -> None:
     buckets = [b for b in equal.BUCKETS if SCORE not in b.features]
     before = runner.programs.late_compiles

@@ -191,6 +191,7 @@ def test_reductions_are_computed_where_somebody_asks(
     assert found.tolist() == ([3.0, 3.0] if said else [0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_a_plain_program_has_nothing_of_it(tiny_dir: Path) -> None:
     """The lowered step is the same text whether or not a tap is registered; only the tapped bucket's differs."""
     model = step_model(json.loads((tiny_dir / "config.json").read_text()))

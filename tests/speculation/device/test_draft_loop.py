@@ -135,7 +135,7 @@ def guess_of(kind: str, runner: ModelRunner) -> draft_oracle.Guess:
     return draft_oracle.of_medusa(target, own) if kind == "medusa" else draft_oracle.of_model(own)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parents"), CASES)
 def test_drafts_are_those_of_the_whole_text_run_anew(kind, parents):
     """So the drafter's KV is right for prompts in chunks, for accepted and after rejected drafts."""
@@ -292,7 +292,7 @@ def test_a_row_at_the_end_of_its_context_gets_no_drafts():
     assert Rig(runner, device="all", chunk=30).run([long, short]) == want
 
 
-@pytest.mark.one_in(40)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parents", "tp", "wished"),
     [
@@ -555,7 +555,7 @@ def test_pages_leave_and_return_with_the_drafters_part():
         np.testing.assert_array_equal(np.asarray(now)[[3, 4, 8, 9]], was[[3, 4, 8, 9]])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("wished", [1, 2])
 def test_a_budget_of_host_memory_is_filled_by_pages_of_both(wished):
     """A page in host memory holds a drafter that every device has whole only once."""

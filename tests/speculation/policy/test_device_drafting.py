@@ -207,7 +207,7 @@ def as_measured(plan) -> float:
     return 1e-3 * (1 + 0.02 * (4 * width + n_prefill + 0.1 * plan.n_draft))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("from_kv", [False, True])
 def test_rejected_drafts_are_probed_rarely(from_kv):
     drive = Watched(device_limits(drafts_from_kv=from_kv), depth=1, checks=False)
