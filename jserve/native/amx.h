@@ -1,4 +1,4 @@
-/* Products of more than FEW live rows by the tile registers of AMX, for kernels.c.
+/* Products of more live rows than few_rows says by the tile registers of AMX, for kernels.c.
  *
  * A tile of weights is 16 rows by 64 bytes; a tile of x is 16 groups of values, of 4 bytes each, by 16 rows, which is how
  * bf16_pack_lanes and vnni_pack leave them; their product is added to a tile of 16 weight rows by 16 rows of x: float32 of
@@ -9,15 +9,10 @@
  * for rows that are powers of two apart) and meet up to TILED_X rows of x. The sums of all of the chunk wait in the thread's
  * room, and are turned and written when they are complete, line after line of a row of y. */
 
-enum { TILE_ROWS = 16, TILE_BYTES = 64, TILED_BYTES = 1024, TILED_X = 256 };
+enum { TILE_BYTES = 64, TILED_BYTES = 1024 };
 
 typedef char WeightTiles[TILED_BYTES / TILE_BYTES][2][TILE_ROWS][TILE_BYTES];
 typedef float Sums[2][2][TILE_ROWS][16]; /* [tile of weights][tile of x][weight row][row of x]; of int8: int32 */
-
-/* Of the sums of a chunk of ``rows`` weight rows and L of x. */
-static i64 tiled_bytes(i64 rows, i64 L) {
-  return up_to(rows, 2 * TILE_ROWS) * up_to(min64(L, TILED_X), 32) * (i64)sizeof(float);
-}
 
 #if AMX
 #define T_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,amx-int8")))

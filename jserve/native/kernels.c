@@ -163,6 +163,9 @@ INLINE float *at(Target t, i64 i) { return t.y + t.row[i] * t.ld; }
  * AVX512_BF16, of numbers that are slow to widen, GROUPED_FEW, with tiles TILED_FEW (few_rows). */
 enum { PACKED = 16, FEW = 8, GROUPED_FEW = 32, TILED_FEW = 4 };
 
+/* Weight rows of a tile, and rows of x that the sums of tiles are kept for (amx.h). */
+enum { TILE_ROWS = 16, TILED_X = 256 };
+
 /* --- plain C --- */
 
 static size_t plain_bytes(i64 L, i64 K) { return (size_t)(L * K) * sizeof(float); }
@@ -988,6 +991,11 @@ enum {
   PART = 64,         /* live rows that a chunk of gate_up takes at once */
   HELD = 4096,       /* results of gate, and of up, that it keeps on its stack */
 };
+
+/* Of the sums of a chunk of ``rows`` weight rows and L of x. */
+static i64 tiled_bytes(i64 rows, i64 L) {
+  return up_to(rows, 2 * TILE_ROWS) * up_to(min64(L, TILED_X), 32) * (i64)sizeof(float);
+}
 
 /* What threads have to themselves: room for the weights of a chunk, then for its sums by tiles. */
 typedef struct {
