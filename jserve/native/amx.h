@@ -5,16 +5,16 @@
  * bfloat16, int32 of int8 that x is rounded to. Two of the one meet two of the other, so that of eight tiles four are sums.
  *
  * A chunk of weights is taken 32 rows at a time. Where these meet no more than two tiles of x, they are read where they lie.
- * Else TILED_BYTES of them at a time are copied tile by tile to where the first-level cache has room for them (it has not
- * for rows that are powers of two apart) and meet up to TILED_X rows of x. The sums of all of the chunk wait in the thread's
- * room, and are turned and written when they are complete, line after line of a row of y. */
+ * Else AMX_BYTES of them at a time are copied tile by tile to where the first-level cache has room for them (it has not
+ * for rows that are powers of two apart) and meet up to AMX_X_ROWS rows of x. The sums of all of the chunk wait in the thread's
+ * room, and are transposed and written when they are complete, line after line of a row of y. */
 
-enum { TILE_BYTES = 64, TILED_BYTES = 1024 };
+enum { TILE_BYTES = 64, AMX_BYTES = 1024 };
 
-typedef char WeightTiles[TILED_BYTES / TILE_BYTES][2][TILE_ROWS][TILE_BYTES];
+typedef char WeightTiles[AMX_BYTES / TILE_BYTES][2][TILE_ROWS][TILE_BYTES];
 typedef float Sums[2][2][TILE_ROWS][16]; /* [tile of weights][tile of x][weight row][row of x]; of int8: int32 */
 
-#if AMX
+#if HAS_AMX
 #define T_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,amx-int8")))
 
 /* The eight tiles of this thread, whole but for ``rows`` rows of the first two and of the last four; to be released before
@@ -29,8 +29,8 @@ T_AMX static void begin_tiles(i64 rows) {
   _tile_loadconfig(&config);
 }
 
-/* Stores before this are seen by tile loads after it, and stores of tiles by loads: the compiler knows nothing of them. */
-#define STORED() __asm__ volatile("" ::: "memory")
+/* The compiler does not know that tile loads read what was stored, and loads what tiles stored: neither crosses this. */
+#define COMPILER_BARRIER() __asm__ volatile("" ::: "memory")
 
 /* ``n`` bytes of a tile's weight rows, of which there are ``rows``. */
 T_AMX INLINE void copy_tile(char (*to)[TILE_BYTES], const char *w, i64 apart, i64 rows, i64 n) {
@@ -43,24 +43,24 @@ T_AMX INLINE void copy_tile(char (*to)[TILE_BYTES], const char *w, i64 apart, i6
 typedef struct {
   const char *a, *b;
   i64 n, apart, step;
-} Next;
+} Prefetch;
 
 /* Where two tiles of weights lie: bytes from row to row, and to the next tiles. */
 typedef struct {
   const char *a, *b;
   i64 apart, step;
-} Pair;
+} TilePair;
 
 /* Weights times 16 or, with ``two``, 32 rows of x, which lie ``apart``, added to ``sums`` or, if ``first``, put there;
- * ``whole``: int8. */
-T_AMX INLINE void add_tiles(Pair w, const uint32_t *x, i64 apart, i64 n_tiles, Sums sums, Next next, int first, int two,
-                            int whole) {
+ * ``int8``: of int8 weights, else bfloat16. */
+T_AMX INLINE void add_tiles(TilePair w, const uint32_t *x, i64 apart, i64 n_tiles, Sums sums, Prefetch next, int first, int two,
+                            int int8) {
 #define ADD(sum, w, x)                                                                                                 \
-  if (whole)                                                                                                           \
+  if (int8)                                                                                                           \
     _tile_dpbssd(sum, w, x);                                                                                           \
   else                                                                                                                 \
     _tile_dpbf16ps(sum, w, x);
-  STORED();
+  COMPILER_BARRIER();
   if (first) {
     _tile_zero(4);
     _tile_zero(5);
@@ -93,7 +93,7 @@ T_AMX INLINE void add_tiles(Pair w, const uint32_t *x, i64 apart, i64 n_tiles, S
   _tile_stored(5, sums[1][0], 64);
   if (two) _tile_stored(6, sums[0][1], 64);
   if (two) _tile_stored(7, sums[1][1], 64);
-  STORED();
+  COMPILER_BARRIER();
 }
 
 /* A tile of sums to columns n .. n+columns-1 of rows i .. i+rows-1, as far as a tile has them. */
@@ -118,41 +118,41 @@ T_AMX INLINE void scale_tile(const Product *p, float (*s)[16], i64 i, i64 n) {
 
 /* Columns n0 .. n1-1 of results. ``gated``: of gate_up, where weight row n of the gate is met by that of up, ``p->N / 2``
  * rows behind it, else by the one sixteen rows behind. */
-T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated, int whole) {
-  const char *const weights = whole ? (const char *)p->q : (const char *)p->w;
-  const i64 row_bytes = p->K * (whole ? 1 : (i64)sizeof(bf16)), apart = up_to(row_bytes, TILE_BYTES) * 4; /* of x */
+T_AMX INLINE void amx_product(const Product *p, i64 n0, i64 n1, Target t, int gated, int int8) {
+  const char *const weights = int8 ? (const char *)p->q : (const char *)p->w;
+  const i64 row_bytes = p->K * (int8 ? 1 : (i64)sizeof(bf16)), apart = up_to(row_bytes, TILE_BYTES) * 4; /* of x */
   const i64 second = gated ? p->N / 2 : TILE_ROWS, step = gated ? TILE_ROWS : 2 * TILE_ROWS;
   const i64 n_blocks = (n1 - n0 + step - 1) / step;
   WeightTiles copy __attribute__((aligned(64)));
   Sums *const sums = p->sums;
   begin_tiles(TILE_ROWS);
-  for (i64 i0 = 0; i0 < p->L; i0 += TILED_X) {
-    const i64 L = min64(TILED_X, p->L - i0), n_x = (L + 31) / 32;
+  for (i64 i0 = 0; i0 < p->L; i0 += AMX_X_ROWS) {
+    const i64 L = min64(AMX_X_ROWS, p->L - i0), n_x = (L + 31) / 32;
     const int in_place = n_x == 1 && row_bytes % TILE_BYTES == 0 && (n1 - n0) % step == 0;
-    const i64 at_once = in_place ? row_bytes : TILED_BYTES;
+    const i64 at_once = in_place ? row_bytes : AMX_BYTES;
     for (i64 k0 = 0; k0 < row_bytes; k0 += at_once) {
       const i64 n_bytes = min64(row_bytes - k0, at_once), n_tiles = (n_bytes + TILE_BYTES - 1) / TILE_BYTES;
       for (i64 block = 0; block < n_blocks; block++) {
         const i64 n = n0 + block * step, last = block + 1 == n_blocks, end = last && k0 + n_bytes == row_bytes;
         const i64 next_n = end ? p->then : last ? n0 : n + step, next_k = end ? 0 : last ? k0 + n_bytes : k0;
         const char *from = weights + n * row_bytes + k0, *ahead = weights + min64(next_n, p->N - 1) * row_bytes + next_k;
-        Pair w = {from, from + second * row_bytes, row_bytes, TILE_BYTES};
-        Next next = {ahead, ahead + second * row_bytes, TILE_ROWS, TILE_BYTES, TILE_ROWS * TILE_BYTES};
+        TilePair w = {from, from + second * row_bytes, row_bytes, TILE_BYTES};
+        Prefetch next = {ahead, ahead + second * row_bytes, TILE_ROWS, TILE_BYTES, TILE_ROWS * TILE_BYTES};
         if (!in_place) {
           for (i64 i = 0, k = 0; i < n_tiles; i++, k += TILE_BYTES) {
             copy_tile(copy[i][0], w.a + k, row_bytes, n1 - n, n_bytes - k);
             copy_tile(copy[i][1], w.b + k, row_bytes, n1 - n - (gated ? 0 : TILE_ROWS), n_bytes - k);
           }
-          w = (Pair){copy[0][0][0], copy[0][1][0], TILE_BYTES, sizeof copy[0]};
-          next = (Next){ahead, ahead + second * row_bytes, up_to(TILE_ROWS, n_x) / n_x, row_bytes, TILE_BYTES};
+          w = (TilePair){copy[0][0][0], copy[0][1][0], TILE_BYTES, sizeof copy[0]};
+          next = (Prefetch){ahead, ahead + second * row_bytes, up_to(TILE_ROWS, n_x) / n_x, row_bytes, TILE_BYTES};
         }
         if (i0 || p->next_chunk) next.n = 0;
         for (i64 i = 0; i < n_x; i++) {
           const uint32_t *x = (const uint32_t *)p->packed + (i0 / 16 + 2 * i) * apart + k0 * 4;
           if (L - 32 * i > 16)
-            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 1, whole);
+            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 1, int8);
           else
-            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 0, whole);
+            add_tiles(w, x, apart, n_tiles, sums[i * n_blocks + block], next, k0 == 0, 0, int8);
           next.a += next.n * next.apart, next.b += next.n * next.apart;
         }
       }
@@ -161,7 +161,7 @@ T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated, i
       for (i64 block = 0; block < n_blocks; block++) {
         float (*s)[2][TILE_ROWS][16] = sums[i / 32 * n_blocks + block];
         const i64 b = i / 16 % 2, n = block * step;
-        if (whole) {
+        if (int8) {
           scale_tile(p, s[0][b], i0 + i, n0 + n);
           scale_tile(p, s[1][b], i0 + i, n0 + n + second);
         }
@@ -177,14 +177,14 @@ T_AMX INLINE void tiled(const Product *p, i64 n0, i64 n1, Target t, int gated, i
 
 T_AMX static void amx_rows(const Product *p, i64 n0, i64 n1, Target t) {
   if (p->kind == ROUNDED)
-    tiled(p, n0, n1, t, 0, 1);
+    amx_product(p, n0, n1, t, 0, 1);
   else
-    tiled(p, n0, n1, t, 0, 0);
+    amx_product(p, n0, n1, t, 0, 0);
 }
 T_AMX static void amx_gated(const Product *p, i64 n0, i64 n1, Target t) {
   if (p->kind == ROUNDED)
-    tiled(p, n0, n1, t, 1, 1);
+    amx_product(p, n0, n1, t, 1, 1);
   else
-    tiled(p, n0, n1, t, 1, 0);
+    amx_product(p, n0, n1, t, 1, 0);
 }
 #endif

@@ -483,7 +483,7 @@ T_VNNI INLINE __m512i rounded64(const float *x, i64 n, float scale) {
 
 /* Few live rows are kept as rows of whole vectors, a multiple of four; else lanes are rows of x:
  * [ceil(L / 16)][16 * ceil(K / 64)][16] of four numbers, plus 128 where tiles do not multiply them. Room for either. */
-static size_t vnni_bytes(i64 L, i64 K) { return (size_t)(up_to(L, L <= TILED_FEW ? 4 : 16) * up_to(K, 64)); }
+static size_t vnni_bytes(i64 L, i64 K) { return (size_t)(up_to(L, L <= AMX_FEW ? 4 : 16) * up_to(K, 64)); }
 
 T_VNNI static void vnni_pack_rows(const Product *p) {
   const i64 K = p->K, width = up_to(K, 64);
@@ -516,7 +516,7 @@ T_VNNI static void vnni_pack(const Product *p, i64 i0, i64 i1) {
       for (i64 r = 0; r < 16; r++) {
         v[r] = _mm512_setzero_si512();
         if (r < rows) v[r] = rounded64(p->x + p->row[i + r] * K + k, K - k, p->rounded[i + r].scale);
-        if (r < rows && !p->tiles) v[r] = plus_128(v[r]);
+        if (r < rows && !p->amx) v[r] = plus_128(v[r]);
       }
       turn16(v);
       for (i64 j = 0; j < 16; j++) _mm512_storeu_si512((uint32_t *)p->packed + i * fours + (k / 4 + j) * 16, v[j]);
@@ -669,8 +669,8 @@ T_VNNI INLINE void vnni_lanes(const Product *p, i64 i, i64 n, i64 n0, i64 n1, Ta
 }
 
 T_VNNI static void vnni_rows(const Product *p, i64 n0, i64 n1, Target t) {
-#if AMX
-  if (p->tiles && !p->few) {
+#if HAS_AMX
+  if (p->amx && !p->few) {
     amx_rows(p, n0, n1, t);
     return;
   }

@@ -128,7 +128,7 @@ PLANTS = {
         "amx.h",
     ),
     "sums of an earlier part of K": Plant(
-        "next, k0 == 0, 1, whole);", "next, 1, 1, whole);", "test_products.py", 4, "amx.h"
+        "next, k0 == 0, 1, int8);", "next, 1, 1, int8);", "test_products.py", 4, "amx.h"
     ),
     "the scale of another row of x": Plant(
         "scales[j] = p->rounded[i + j].scale;\n  const __m512 of_x",
