@@ -67,7 +67,7 @@ def step_ms(
         params = SamplingParams(
             temperature=0.0, max_tokens=n_tokens, ignore_eos=True, extra_args=extra
         )
-        engine.submit(Request(id=f"{turn}-{i}", prompt_ids=(i + 1,), params=params))
+        engine.submit(Request(id=f"{turn}-{i}", prompt_ids=(300 + i,), params=params))
     came: dict[str, list[float]] = {}
     began = time.process_time()
     while engine.busy:

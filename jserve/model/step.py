@@ -40,11 +40,12 @@ from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
 from jserve.model.family import Family, Pass, check_layout
 from jserve.model.feature_logits import changed, changes, own_tokens
 from jserve.model.feature_states import advanced
+from jserve.model.live_rows import over_live
 from jserve.model.mesh import MeshAxis, n_parts
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, read_by, written_by
-from jserve.model.sample import Chosen, Draws, logprobs, processed, sample
+from jserve.model.sample import Chosen, logprobs, processed, sample
 from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
@@ -56,7 +57,7 @@ from jserve.model.view import (
     layout,
     unpack,
 )
-from jserve.model.vocab_part import VocabPart
+from jserve.model.vocab_part import WHOLE, VocabPart
 from jserve.speculation.device.accepted_path import accepted, along, as_chain, straightened
 from jserve.speculation.device.draft_loop import DraftContext, StepOutcome, leave_drafts
 from jserve.speculation.device.verify import accept
@@ -130,6 +131,11 @@ class StepModel:
     kernels: str = ""
     """Level of the native kernels that compute products, attention and writes of KV; ``hopper``: a kernel computes
     products of few rows with weights in groups; empty: XLA computes all."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """False for an abstract mesh, too."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
 
     @property
     def axes(self) -> Axes:
@@ -324,13 +330,7 @@ def run(
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = _target(model, params).own_logits(x_ED)
     with jax.named_scope("sample"):
-        draws, part = draws_of(view), VocabPart.of(model.axes, arch.V)
-        drawn_E, ok_E, fault_E, given_EV = _drawn(bucket, state.slots, view, draws, raw_EV, part)
-        seen_EV = raw_EV
-        if model.logprobs_mode == "processed_logprobs":
-            seen_EV = _PROCESSED(given_EV, draws, state.slots, view.flags, part=part)
-        picks_EK = _picks(state.slots, draws.slot_E)
-        chosen = _LOGPROBS(seen_EV, drawn_E, view.flags, picks_EK, part=part)
+        drawn_E, ok_E, fault_E, chosen = _sampled(model, bucket, state.slots, view, raw_EV)
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):
@@ -368,25 +368,37 @@ def run(
     return state, _pack(outcome, ok_E, fault_E, chosen, extra, prompt)
 
 
-def _drawn(
-    bucket: Bucket,
-    slots: SlotState,
-    view: StepView,
-    draws: Draws,
-    raw_EV: jax.Array,
-    part: VocabPart,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+def _sampled(
+    model: StepModel, bucket: Bucket, slots: SlotState, view: StepView, raw_EV: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Chosen]:
     """int32[E] tokens, bool[E] that is True where they are sound, int32[E] codes of faults of features (None: no
-    feature changes what is drawn), and the logits that they are drawn from."""
+    feature changes what is drawn), and log-probabilities; meaningless for rows that are not in use."""
+    draws, part = draws_of(view), VocabPart.of(model.axes, model.arch.V)
+    picks_EK, flags = _picks(slots, draws.slot_E), view.flags
+
+    def shown(raw_EV, given_EV, draws, token_E, picks_EK):
+        if model.logprobs_mode == "processed_logprobs":
+            raw_EV = _PROCESSED(given_EV, draws, slots, flags, part=part)
+        return _LOGPROBS(raw_EV, token_E, flags, picks_EK, part=part)
+
+    def plain(rows):
+        raw_EV, draws, picks_EK = rows
+        token_E, ok_E = _SAMPLE(raw_EV, draws, slots, flags, part=part)
+        return token_E, ok_E, shown(raw_EV, raw_EV, draws, token_E, picks_EK)
+
     if not changes(bucket.features):
-        return *_SAMPLE(raw_EV, draws, slots, view.flags, part=part), None, raw_EV
+        rows = (raw_EV, draws, picks_EK)
+        # Not where devices would have to go through the loop together.
+        loops = model.on_cpu and part == WHOLE and not model.rules.auto
+        live_E = per_draw(view, view.count_R > 0)
+        token_E, ok_E, chosen = over_live(plain, live_E, rows) if loops else plain(rows)
+        return token_E, ok_E, None, chosen
     given = changed(bucket.features, view, raw_EV, part)
     own = own_tokens(bucket.features, view, part)
-    token_E, ok_E = sample(
-        raw_EV, draws, slots, view.flags, part, given_EV=given.logits_EV, own=own
-    )
-    ok_E &= given.fault_E > 0
-    return jnp.maximum(token_E, 0), ok_E, given.faults(token_E), given.logits_EV
+    token_E, ok_E = sample(raw_EV, draws, slots, flags, part, given_EV=given.logits_EV, own=own)
+    fault_E = given.faults(token_E)
+    token_E, ok_E = jnp.maximum(token_E, 0), ok_E & (given.fault_E > 0)
+    return token_E, ok_E, fault_E, shown(raw_EV, given.logits_EV, draws, token_E, picks_EK)
 
 
 def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
@@ -408,8 +420,7 @@ def _target(model: StepModel, params: Any) -> Target:
 
 def _draft_ctx(model: StepModel, target: Target, own: Any) -> DraftContext:
     assert model.drafter is not None, "there is no drafter"
-    loops = model.mesh.devices.flat[0].platform == "cpu"
-    return DraftContext(model.drafter, target, own, model.dims, model.draft_axes, loops)
+    return DraftContext(model.drafter, target, own, model.dims, model.draft_axes, model.on_cpu)
 
 
 def _kept(view: StepView, n_pages: int) -> StepView:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jserve.model.feature import in_range
+from jserve.model.feature import StepFeature, in_range
 from jserve.model.group_pages import field_of
 from jserve.model.view import (
     BAD_WORDS,
@@ -57,6 +57,8 @@ class StepBatch:
     flags: int
     """OR of the rows' flag bits."""
     n_decode: int
+    features: tuple[StepFeature, ...] = ()
+    """Those that a row asks for; the values of the bucket's others stay on the device."""
 
 
 @dataclass(slots=True)
@@ -133,7 +135,13 @@ class Packer:
         views["flags"][...], views["n_decode"][...], views["n_prefill"][...] = flags, n, needs.F
         self._plan_attention(views, bucket, self.dims)
         views["start_R"][:n] = -1
-        return StepBatch(bucket=bucket, buf=slate.buf.copy(), flags=flags, n_decode=n)
+        return StepBatch(
+            bucket=bucket,
+            buf=slate.buf.copy(),
+            flags=flags,
+            n_decode=n,
+            features=needs.features,
+        )
 
     def forget(self) -> None:
         """Drop what is remembered of the slots."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jserve.model.feature import StepFeature, by_token
+from jserve.model.feature import by_token
 from jserve.model.feature_logits import fault_of
 from jserve.model.features import SCORE
 from jserve.model.step import StepOut
@@ -25,7 +25,7 @@ def wanted(plan: StepPlan, batch: StepBatch, out: StepOut) -> list[jax.Array]:
     asked = (out.top_ids_RJL, out.top_logprobs_RJL, out.rank_RJ, out.picked_RJK)
     chosen = jax.tree.leaves(asked) if batch.flags & LOGPROBS else []
     prompt = [out.prompt[name] for name in {n for row in plan.rows for n in row.prompt_features}]
-    given = [out.extra[feature.name] for feature in _asked(plan, batch.bucket)]
+    given = [out.extra[feature.name] for feature in batch.features]
     return [out.packed_RX, *chosen, *jax.tree.leaves(given), *prompt]
 
 
@@ -40,7 +40,7 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         feature.name: feature.unpack(
             jax.tree.map(np.asarray, out.extra[feature.name]), plan.rows, at
         )
-        for feature in _asked(plan, batch.bucket)
+        for feature in batch.features
     }
 
     def of_chosen(x: jax.Array | None) -> np.ndarray | None:
@@ -61,11 +61,6 @@ def result_of(plan: StepPlan, batch: StepBatch, out: StepOut, device_us: float) 
         prompt_extra=_of_prompts(plan, out),
         device_us=device_us,
     )
-
-
-def _asked(plan: StepPlan, bucket: Bucket) -> list[StepFeature]:
-    """The features of the program that a row of the plan asks for; the others' values stay on the device."""
-    return [feature for feature in bucket.features if feature.needed(plan.rows)]
 
 
 def _faults(bucket: Bucket, code_R: np.ndarray) -> dict[int, tuple[str, str]]:

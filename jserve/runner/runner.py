@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jserve import heap
 from jserve.config import CacheOptions, EngineConfig
 from jserve.errors import ConfigError, WeightsError
 from jserve.faults import point
@@ -40,7 +41,6 @@ from jserve.runner.batch import Packer, StepBatch
 from jserve.runner.buckets import Ladder, Needs
 from jserve.runner.compiler import Compiler
 from jserve.runner.experts import ExpertBalancer, check_experts
-from jserve.runner.heap import give_back
 from jserve.runner.memory import GIB, DeviceMemory
 from jserve.runner.moves import Leaving, PageMover, identity
 from jserve.runner.program_files import ProgramFiles
@@ -125,6 +125,7 @@ class ModelRunner:
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
         check_experts(config.device, family, arch, rules)
         dtype = dtype_of(params, family.specs(arch, tp))
+        self._has_memory = device.platform != "cpu"  # of its own, which results have to leave
         capability = getattr(device, "compute_capability", "")
         kernels, self._no_kernels = chosen(
             config.device.kernels,
@@ -204,8 +205,9 @@ class ModelRunner:
         out = self._run(batch, old_weights=plan.old_weights)
         # Only now: the time of a step is the device's alone, whether or not another step hides the host's.
         now = self._clock()
-        for array in results.wanted(plan, batch, out):
-            array.copy_to_host_async()
+        if self._has_memory:
+            for array in results.wanted(plan, batch, out):
+                array.copy_to_host_async()
         handle = _Launched(batch=batch, out=out, leaving=leaving)
         return InFlight(plan=plan, launched=now, handle=handle)
 
@@ -358,6 +360,7 @@ class ModelRunner:
             self._drop_state()
         if "weights" in parts:
             self._asleep, self._shared = to_host(self.params, delete=not self._shared), {}
+        heap.give_back()
 
     def wake(self, parts: Sequence[str]) -> None:
         """Take it again: KV of zeros, the weights as they were. Nothing compiles."""
@@ -519,6 +522,8 @@ class ModelRunner:
 
     def _get_ready(self, progress: Progress) -> None:
         """Run every program, tell the limits how long that took, and allow no compile any more."""
+        if not self._has_memory:
+            heap.keep_freed()
         warm_up = WarmUp(run=self._rehearse, clock=self._clock, progress=progress)
         times = warm_up.times(
             self.ladder.sizes,
@@ -530,7 +535,7 @@ class ModelRunner:
         )
         self._rehearse_experts()
         self.programs.seal()
-        give_back()
+        heap.give_back()
 
     def _rehearse_experts(self) -> None:
         """Run the programs of experts once, and forget the loads of made-up rows."""
