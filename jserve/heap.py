@@ -4,6 +4,7 @@ XLA allocates the scratch memory of a program in every run. glibc maps what is l
 each step would have a page fault for every page of logits and the like that it touches: half the time of a step of a
 small model over eight rows. tcmalloc and jemalloc, which other servers on CPUs are run with, keep freed memory, too.
 
+Threads keep heaps of their own, which hold 64 MiB each: one for all, without that bound, was slower (its lock).
 A variable of the environment that sets the heap wins, and a C library without ``mallopt`` is left alone.
 """
 
@@ -14,16 +15,15 @@ import gc
 import os
 from collections.abc import Mapping
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Parameters of ``mallopt`` (malloc.h)."""
 _MANY = 65536
 """Mapped allocations at most, as glibc starts."""
 
 
-def share_one(environ: Mapping[str, str] = os.environ) -> None:
-    """Before threads begin: all allocate from one heap (others cannot have 64 MiB at once), and what is large is mapped
-    until ``keep_freed``, so that weights are given back when they are freed."""
-    _set(environ, {_ARENA_MAX: 1, _MMAP_MAX: _MANY})
+def map_large(environ: Mapping[str, str] = os.environ) -> None:
+    """What is large is mapped until ``keep_freed``, as glibc starts: weights are given back when they are freed."""
+    _set(environ, {_MMAP_MAX: _MANY})
 
 
 def keep_freed(environ: Mapping[str, str] = os.environ) -> None:

@@ -41,13 +41,13 @@ def test_freed_blocks_between_live_ones_are_given_back():
 
 
 FAULTS = """
-import ctypes, resource, sys, threading
-from jserve.heap import give_back, keep_freed, share_one
+import ctypes, resource, sys
+from jserve.heap import give_back, keep_freed, map_large
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
-share_one()
+map_large()
 if sys.argv[1] == "keep":
     keep_freed()
 
@@ -65,16 +65,13 @@ def runs():
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 runs()
-thread = threading.Thread(target=runs)
-thread.start()
-thread.join()
 """
 PAGES = 4 * (96 + 160) * 256
 """Of 4 KiB, that ``runs`` touches."""
 
 
 def faults(how: str, **environ: str) -> list[int]:
-    """Page faults of large blocks that are allocated again and again, by the first thread and by another one."""
+    """Page faults of large blocks that are allocated again and again."""
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("no glibc")
     env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | environ
