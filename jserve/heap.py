@@ -22,7 +22,7 @@ _MANY = 65536
 
 
 def map_large(environ: Mapping[str, str] = os.environ) -> None:
-    """What is large is mapped until ``keep_freed``, as glibc starts: weights are given back when they are freed."""
+    """Map large blocks apart until ``keep_freed``, as glibc starts: weights are given back when they are freed."""
     _set(environ, {_MMAP_MAX: _MANY})
 
 
