@@ -1,7 +1,7 @@
 """What sampling costs a decode step: rows in use by what they ask for, beside greedy ones of the same engine.
 
-Sequences of random prompts decode at once, without HTTP. The kinds take turns, and each figure is the median of the
-turns' medians; ``faults`` are the page faults of a step, of the greedy rows.
+Sequences with prompts of one token decode at once, without HTTP. The kinds take turns, and each figure is the median
+of the turns' medians; ``faults`` are the page faults of a step, of the greedy rows.
 
     python -m bench.sampling DIR/llama-60m [--rows 2,8,32] [--slots 64] [--turns 5] [--json F]
 
@@ -36,6 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.5,
     },
 }
+FIRST_ID = 300
+"""Of the prompts: lower ids have embeddings of zeros in ``bench.models``, which the kernels pass over."""
 SKIPPED = 8
 """Steps at the beginning of a turn, which compute prompts."""
 
@@ -45,7 +47,7 @@ def step_ms(llm: LLM, n_rows: int, n_tokens: int, asked: dict[str, Any], turn: s
     engine: Any = llm._engine
     for i in range(n_rows):
         params = SamplingParams(max_tokens=n_tokens, ignore_eos=True, **asked)
-        engine.submit(Request(id=f"{turn}-{i}", prompt_ids=(300 + i,), params=params))
+        engine.submit(Request(id=f"{turn}-{i}", prompt_ids=(FIRST_ID + i,), params=params))
     began = []
     while engine.busy:
         began.append(time.perf_counter())

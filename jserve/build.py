@@ -176,12 +176,10 @@ def engines(
 
 def _set_up(config: EngineConfig) -> None:
     """Prepare this process for engines, before it imports jax."""
-    from jserve.heap import map_large
     from jserve.plugins import load_plugins
     from jserve.xla import claim_memory
 
     claim_memory()
-    map_large()
     load_plugins(config.model.plugins)
 
 

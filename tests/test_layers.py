@@ -321,12 +321,8 @@ def test_banned_imports(banned: str) -> None:
 
 def test_only_the_cli_reads_the_environment() -> None:
     for path in _modules():
-        if path.name not in (
-            "cli.py",
-            "xla.py",
-            "heap.py",
-            "on_ray.py",
-        ):  # the last sets what Ray reads
+        # The last sets what Ray reads.
+        if path.name not in ("cli.py", "xla.py", "heap.py", "on_ray.py"):
             source = path.read_text()
             assert "os.environ" not in source, path
             assert "os.getenv" not in source, path

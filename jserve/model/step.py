@@ -36,16 +36,15 @@ from jserve.model.attention import AttentionBackend, LayerKV, check_layers
 from jserve.model.attn_mesh import over_heads
 from jserve.model.ctx import Ctx, Edit
 from jserve.model.dot import skip_unread
-from jserve.model.draws import by_row, drawn_places, draws_of, per_draw
+from jserve.model.drawn import drawn
+from jserve.model.draws import by_row, drawn_places, per_draw
 from jserve.model.family import Family, Pass, check_layout
-from jserve.model.feature_logits import changed, changes, own_tokens
 from jserve.model.feature_states import advanced
-from jserve.model.live_rows import over_live
 from jserve.model.mesh import MeshAxis, n_parts
 from jserve.model.moe_places import ExpertState, state_shapes
 from jserve.model.native import kernels
 from jserve.model.points import entering, read_by, written_by
-from jserve.model.sample import Chosen, logprobs, processed, sample
+from jserve.model.sample import Chosen
 from jserve.model.shard import Axes, ShardRules, abstract, padded, partitions
 from jserve.model.slots import NONE, SlotState
 from jserve.model.view import (
@@ -254,9 +253,6 @@ class StepModel:
 
 
 # Jitted only so that buckets with as many draws trace them once; XLA inlines the calls.
-_SAMPLE = jax.jit(sample, static_argnames="part")
-_LOGPROBS = jax.jit(logprobs, static_argnames="part")
-_PROCESSED = jax.jit(processed, static_argnames="part")
 _ADVANCE = jax.jit(slot_rows.advance)
 
 Step = Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, StepOut]]
@@ -330,7 +326,17 @@ def run(
         x_ED = skip_unread(x_TD[drawn_places(view)], per_draw(view, view.count_R > 0))
         raw_EV = _target(model, params).own_logits(x_ED)
     with jax.named_scope("sample"):
-        drawn_E, ok_E, fault_E, chosen = _sampled(model, bucket, state.slots, view, raw_EV)
+        part = VocabPart.of(model.axes, arch.V)
+        drawn_E, ok_E, fault_E, chosen = drawn(
+            view,
+            bucket.features,
+            state.slots,
+            raw_EV,
+            part,
+            processes=model.logprobs_mode == "processed_logprobs",
+            # Not where devices would have to go through the loop together.
+            skips=model.on_cpu and part == WHOLE and not model.rules.auto,
+        )
     n_ok_D = None
     if view.tree is not None:
         with jax.named_scope("path"):
@@ -366,44 +372,6 @@ def run(
     experts = state.experts and state.experts.counted(done.count_LE)
     state = DeviceState(kv=[*kv, *drafted], slots=slots, experts=experts)
     return state, _pack(outcome, ok_E, fault_E, chosen, extra, prompt)
-
-
-def _sampled(
-    model: StepModel, bucket: Bucket, slots: SlotState, view: StepView, raw_EV: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Chosen]:
-    """int32[E] tokens, bool[E] that is True where they are sound, int32[E] codes of faults of features (None: no
-    feature changes what is drawn), and log-probabilities; meaningless for rows that are not in use."""
-    draws, part = draws_of(view), VocabPart.of(model.axes, model.arch.V)
-    picks_EK, flags = _picks(slots, draws.slot_E), view.flags
-
-    def shown(raw_EV, given_EV, draws, token_E, picks_EK):
-        if model.logprobs_mode == "processed_logprobs":
-            raw_EV = _PROCESSED(given_EV, draws, slots, flags, part=part)
-        return _LOGPROBS(raw_EV, token_E, flags, picks_EK, part=part)
-
-    def plain(rows):
-        raw_EV, draws, picks_EK = rows
-        token_E, ok_E = _SAMPLE(raw_EV, draws, slots, flags, part=part)
-        return token_E, ok_E, shown(raw_EV, raw_EV, draws, token_E, picks_EK)
-
-    if not changes(bucket.features):
-        rows = (raw_EV, draws, picks_EK)
-        # Not where devices would have to go through the loop together.
-        loops = model.on_cpu and part == WHOLE and not model.rules.auto
-        live_E = per_draw(view, view.count_R > 0)
-        token_E, ok_E, chosen = over_live(plain, live_E, rows) if loops else plain(rows)
-        return token_E, ok_E, None, chosen
-    given = changed(bucket.features, view, raw_EV, part)
-    own = own_tokens(bucket.features, view, part)
-    token_E, ok_E = sample(raw_EV, draws, slots, flags, part, given_EV=given.logits_EV, own=own)
-    fault_E = given.faults(token_E)
-    token_E, ok_E = jnp.maximum(token_E, 0), ok_E & (given.fault_E > 0)
-    return token_E, ok_E, fault_E, shown(raw_EV, given.logits_EV, draws, token_E, picks_EK)
-
-
-def _picks(slots: SlotState, slot_E: jax.Array) -> jax.Array | None:
-    """int32[E, K]: the ids whose log-probabilities the request of each draw names."""
-    return None if slots.pick_CK is None else slots.pick_CK[slot_E]
 
 
 def _target(model: StepModel, params: Any) -> Target:

@@ -57,7 +57,7 @@ class StepBatch:
     flags: int
     """OR of the rows' flag bits."""
     n_decode: int
-    features: tuple[StepFeature, ...] = ()
+    features: tuple[StepFeature, ...]
     """Those that a row asks for; the values of the bucket's others stay on the device."""
 
 

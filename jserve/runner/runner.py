@@ -125,7 +125,6 @@ class ModelRunner:
         device, tp = mesh.devices.flat[0], tp_size(mesh, rules)
         check_experts(config.device, family, arch, rules)
         dtype = dtype_of(params, family.specs(arch, tp))
-        self._has_memory = device.platform != "cpu"  # of its own, which results have to leave
         capability = getattr(device, "compute_capability", "")
         kernels, self._no_kernels = chosen(
             config.device.kernels,
@@ -205,7 +204,7 @@ class ModelRunner:
         out = self._run(batch, old_weights=plan.old_weights)
         # Only now: the time of a step is the device's alone, whether or not another step hides the host's.
         now = self._clock()
-        if self._has_memory:
+        if not self.model.on_cpu:  # there the arrays are in host memory
             for array in results.wanted(plan, batch, out):
                 array.copy_to_host_async()
         handle = _Launched(batch=batch, out=out, leaving=leaving)
@@ -287,6 +286,7 @@ class ModelRunner:
             self._check_beside(copies=not alias)
         stamp = self._take(source, partial=partial, donate=donate, alias=alias, copies=beside)
         self._before = before if beside else None
+        heap.trim()
         return stamp
 
     def _check_beside(self, *, copies: bool) -> None:
@@ -347,6 +347,7 @@ class ModelRunner:
             for leaf in jax.tree.leaves(self._before[0]):
                 leaf.delete()
         self._before = None
+        heap.trim()
 
     def sleep(self, parts: Sequence[str]) -> None:
         """Give device memory back: ``kv`` is lost, ``weights`` go to host memory. No step is in flight.
@@ -360,7 +361,7 @@ class ModelRunner:
             self._drop_state()
         if "weights" in parts:
             self._asleep, self._shared = to_host(self.params, delete=not self._shared), {}
-        heap.give_back()
+        heap.trim()
 
     def wake(self, parts: Sequence[str]) -> None:
         """Take it again: KV of zeros, the weights as they were. Nothing compiles."""
@@ -522,12 +523,12 @@ class ModelRunner:
 
     def _get_ready(self, progress: Progress) -> None:
         """Run every program, tell the limits how long that took, and allow no compile any more."""
-        if not self._has_memory:
+        if self.model.on_cpu:
             heap.keep_freed()
         warm_up = WarmUp(run=self._rehearse, clock=self._clock, progress=progress)
         times = warm_up.times(
             self.ladder.sizes,
-            cpu=self.model.mesh.devices.flat[0].platform == "cpu",
+            cpu=self.model.on_cpu,
             drafts=self.limits.max_drafts > 0,
         )
         self.limits = dataclasses.replace(
@@ -535,7 +536,7 @@ class ModelRunner:
         )
         self._rehearse_experts()
         self.programs.seal()
-        heap.give_back()
+        heap.collect_and_trim()
 
     def _rehearse_experts(self) -> None:
         """Run the programs of experts once, and forget the loads of made-up rows."""
