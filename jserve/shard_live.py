@@ -134,8 +134,9 @@ def items_of(config: EngineConfig, trace: str) -> Sequence[Any]:
 
 
 def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console: Any) -> Live:
-    # No request of a trace has a structure, and programs with masks are a third of what there is to compile.
-    device = dataclasses.replace(config.device, sharding=str(sharding), structured_outputs=False)
+    # No request of a trace has a structure or asks for scores, and programs with them are a third of those to compile.
+    unused = {"structured_outputs": False, "prompt_logprobs": False}
+    device = dataclasses.replace(config.device, sharding=str(sharding), **unused)
     with start_progress(console) as progress:
         engine, info = build.engines(dataclasses.replace(config, device=device), progress)
     try:

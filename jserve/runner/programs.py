@@ -229,7 +229,8 @@ class Programs:
         if self._sealed_at is None or n_compiles() == self._warned:
             return
         self._warned = n_compiles()
-        message = f"{self.late_compiles} programs were compiled after the engine was ready"
+        n = self.late_compiles
+        message = f"{n} programs were compiled in this process after the engine was ready"
         if self.strict:
             raise RuntimeError(message)
         log.warning(message)

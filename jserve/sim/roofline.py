@@ -160,7 +160,9 @@ class Roofline:
     _attention: int = field(init=False, compare=False, repr=False)
     """Parameters of attention in all layers."""
     _ffns: tuple[tuple[Mlp | Moe, int], ...] = field(init=False, compare=False, repr=False)
-    """The other parts of layers, and how many are alike: a simulation asks for their sum at every step."""
+    """The other parts of layers, and how many are alike."""
+    _met: dict[tuple[float, int], float] = field(init=False, compare=False, repr=False)
+    """What ``_layers`` gave: a simulation asks at every step, of few sizes."""
     _reads: tuple[int, int] = field(init=False, compare=False, repr=False)
     """Gathers of a split residual stream in all layers, and bytes of a number of each, added up."""
 
@@ -169,6 +171,7 @@ class Roofline:
         object.__setattr__(self, "_attention", sum(parts))
         ffns = Counter(layer.ffn for layer in self.arch.layers)
         object.__setattr__(self, "_ffns", tuple(ffns.items()))
+        object.__setattr__(self, "_met", {})
         reads = [n for layer in self.arch.layers for n in _reads(layer, self.read_itemsize)]
         object.__setattr__(self, "_reads", (len(reads), sum(reads)))
         layers, dtype = self.arch.kv_layers, np.dtype(f"V{self.kv_itemsize}")
@@ -188,8 +191,12 @@ class Roofline:
     def _layers(self, tokens: float, ep: int = 1) -> float:
         """Parameters of all layers that a step of so many tokens meets, as many on each of ``ep`` groups as on the
         fullest."""
-        D = self.arch.D
-        return self._attention + sum(n * _ffn(ffn, D, tokens, ep) for ffn, n in self._ffns)
+        met = self._met.get((tokens, ep))
+        if met is None:
+            D = self.arch.D
+            met = self._attention + sum(n * _ffn(ffn, D, tokens, ep) for ffn, n in self._ffns)
+            self._met[tokens, ep] = met
+        return met
 
     @property
     def unembed(self) -> int:

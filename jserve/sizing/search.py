@@ -179,6 +179,7 @@ def search(
         for tp, ep, n in layouts(model, n_devices)
     ]
 
+    @functools.cache
     def prefill_s(c: TriedLayout) -> float:
         return _prefill_s(c, laid_out(c.tp, c.ep), chip, trace)
 
