@@ -28,7 +28,7 @@ from jserve.runner.layout import partitionable, placement
 from jserve.runner.program_files import ProgramFiles, Unusable
 from jserve.runner.programs import use_compile_cache
 from jserve.runner.runner import ModelRunner
-from jserve.runner.sizes import attention_name, kv_name
+from jserve.runner.sizes import chosen_attention, kv_name
 from jserve.runner.weights import layout_of
 from jserve.speculation.drafters.load import copying, load_speculation
 from jserve.speculation.host.methods import DEVICE, check, shape
@@ -148,8 +148,8 @@ def with_attention(
         return config
     page_size = config.cache.on(device.platform).page_size
     capability = getattr(device, "compute_capability", "")
-    name = attention_name(arch, config, dtype, device.platform, capability, speculation)
-    reason = unserved(capability) or "it does not serve this model with these options"
+    name, reason = chosen_attention(arch, config, dtype, device.platform, capability, speculation)
+    reason = unserved(capability) or reason
     experts = _experts(arch, parts)
     if name == "dense_experts" and experts is None:
         name = "dense"

@@ -284,13 +284,11 @@ def build_native(cc: str) -> str:
 
 
 def _kernels() -> str:
-    """The native kernels of this installation, or why there are none."""
-    from jserve.native.library import NoLibrary, installed
+    """The native kernels that serve bfloat16 on this CPU, or why there are none."""
+    from jserve.model.native import available
 
-    try:
-        return f"native, level {installed().level}"
-    except NoLibrary as e:
-        return f"none: {e}"
+    level, reason = available("cpu", "bfloat16")
+    return f"native, level {level}" if level else f"none: {reason}"
 
 
 def environment() -> dict[str, Any]:

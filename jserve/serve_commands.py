@@ -247,6 +247,10 @@ def local_url(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
+def _named(chosen: str, why: str) -> str:
+    return f"{chosen} ({why})" if why else chosen
+
+
 def banner(
     url: str, text: TextSide, info: dict[str, Any], ready_s: float, *, keyed: bool = False
 ) -> str:
@@ -263,12 +267,14 @@ def banner(
     header = ' -H "Authorization: Bearer $JSERVE_API_KEY"' if keyed else ""
     kv = f"{info['kv_gib']} GiB = {info['kv_tokens']} tokens in {info['kv_pages']} pages"
     dtype = ", ".join(filter(None, (info["dtype"], info.get("quantization"))))
-    kernels = f"{info['kernels']} ({info['no_kernels']})" if info["no_kernels"] else info["kernels"]
+    kernels = _named(info["kernels"], info["no_kernels"])
+    attention = _named(info["backend"], info["no_better_backend"])
     laid = "" if info["sharding"] == "tp=1" else f" ({info['sharding']})"
     return f"""\
 jserve is listening on {url}
   model     {text.name} ({info["family"]}), context {info["max_model_len"]}
-  device    {info["device"]}{laid}, {dtype}, attention {info["backend"]}
+  device    {info["device"]}{laid}, {dtype}
+  attention {attention}
   kernels   {kernels}
   memory    weights {info["weights_gib"]} GiB, KV {kv} ({info["kv_dtype"]})
   programs  {info["programs"]} sealed, {info["programs_loaded"]} of them compiled by an earlier start

@@ -21,6 +21,7 @@ INFO = {
     "sharding": "tp=2 kv_heads:tp",
     "dtype": "float32",
     "backend": "xla",
+    "no_better_backend": "native serves no capped scores",
     "kernels": "xla",
     "no_kernels": "no library was built",
     "weights_gib": 0.1,
@@ -90,6 +91,11 @@ def test_the_banner_says_which_kernels_multiply_or_why_there_are_none() -> None:
     text, info = SimpleNamespace(name="tiny", chat=None), {"kernels": "avx2", "no_kernels": ""}
     said = banner("http://x", text, INFO | info, 1.5)  # type: ignore[arg-type]
     assert "  kernels   avx2\n" in said
+
+
+def test_the_banner_says_why_attention_is_not_the_best_one() -> None:
+    said = shown("http://127.0.0.1:8000", keyed=False)
+    assert "  attention xla (native serves no capped scores)\n" in said
 
 
 def test_the_banner_says_how_a_model_lies_on_several_devices() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jserve.errors import ConfigError
 from jserve.kv_layout import Span
 from jserve.model import latent_pool
-from jserve.model.arch import Arch, Latent, Moe
+from jserve.model.arch import Arch, Attention, Latent, Moe
 from jserve.model.draft_tree import TreeShape
 from jserve.model.view import Bucket, StepDims, StepView
 
@@ -178,8 +178,8 @@ class AttentionBackend:
     decode:     kernels for the rest of a decode layer; None: XLA makes them.
     experts:    kernels for mixtures of experts; None: the forms of ``moe`` by platform.
     for_experts: True where these are all that it has beyond another backend.
-    check:     (H, KV as stored, shape of the trees of drafts or ()) -> None. Raises ConfigError for
-               what this backend cannot serve, naming the option.
+    check:     (the layer's ``Attention``, KV as stored, shape of the trees of drafts or ()) -> None. Raises
+               ConfigError for what this backend cannot serve, naming the option.
     check_latent: (``Latent``, dtype as stored, shape of the trees) -> None, as ``check``, of latent attention.
     """
 
@@ -200,7 +200,7 @@ class AttentionBackend:
     decode: DecodeKernels | None = None
     experts: ExpertKernel | None = None
     for_experts: bool = False
-    check: Callable[[int, KVStored, TreeShape], None] = lambda *_: None
+    check: Callable[[Attention, KVStored, TreeShape], None] = lambda *_: None
     check_latent: Callable[[Latent, Any, TreeShape], None] = lambda *_: None
 
     def pool_shapes(
@@ -242,19 +242,20 @@ def check_layers(
         )
     forms = arch.kv_forms or ("",) * arch.L
     kinds = zip((layer.attn for layer in arch.layers), forms, strict=True)
+    other = "xla" if attention.name == "native" else "dense"
     for kind, form in dict.fromkeys(kinds):
         if kind.chunk and not attention.has_chunks:
             raise ConfigError(
                 f"attention_backend {attention.name} does not serve the chunks of attention of"
-                f" {arch.family}, dense does",
+                f" {arch.family}, {other} does",
                 field="attention_backend",
             )
         if kind.latent is None:
-            attention.check(kind.H, KVStored(jnp.dtype(stored), form, page_size), tree)
+            attention.check(kind, KVStored(jnp.dtype(stored), form, page_size), tree)
         elif attention.attend_latent is None:
             raise ConfigError(
                 f"attention_backend {attention.name} does not serve the latent attention of"
-                f" {arch.family}, dense does",
+                f" {arch.family}, {other} does",
                 field="attention_backend",
             )
         else:

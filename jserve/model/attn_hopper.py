@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model import moe_hopper
-from jserve.model.arch import Latent
+from jserve.model.arch import Attention, Latent
 from jserve.model.attention import (
     AttendArgs,
     AttentionBackend,
@@ -136,8 +136,9 @@ def placed(numbers: jax.Array) -> jax.Array:
     return jnp.maximum(numbers, 0)
 
 
-def check(H: int, stored: KVStored, tree: TreeShape) -> None:
+def check(layer: Attention, stored: KVStored, tree: TreeShape) -> None:
     """Refuse what the kernels do not do, by the name of the option that asks for it."""
+    H = layer.H
     if stored.form and stored.form not in SERVED:
         raise ConfigError(
             f"kv_cache_dtype: attention_backend hopper does not serve KV in {stored.form}, dense does",

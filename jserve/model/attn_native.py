@@ -1,9 +1,8 @@
-"""Paged attention and writes of KV that are one native kernel call each per layer; what the kernels do not take is that
-of ``xla``.
+"""Paged attention and writes of KV that are one native kernel call each per layer.
 
-It owns no layout: pools and moves are those of ``attn_xla``. Drafts in a chain are tokens like others. Trees of
-drafts, capped scores, chunks, sink logits, latents, pages and groups of query heads that the kernel does not take, and
-steps traced without kernels, stay on XLA.
+It owns no layout: pools and moves are those of ``attn_xla``. Drafts in a chain are tokens like others. A model with a
+layer that the kernel does not take is refused, since its steps would still count on padding that costs nothing. Steps
+that verify trees of drafts, and steps traced without kernels, are XLA's.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 
 from jserve.errors import ConfigError
 from jserve.model import native
+from jserve.model.arch import Attention
 from jserve.model.attention import AttendArgs, KVStored, LayerKV
 from jserve.model.attn_xla import XLA
 from jserve.model.draft_tree import TreeShape
@@ -30,9 +30,7 @@ def write_kv(kv: LayerKV, k_TKH: jax.Array, v_TKH: jax.Array, view: StepView) ->
 
 def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     """float32[T, N, H]; zero for padding tokens."""
-    G = args.q_TNH.shape[1] // kv[0].shape[1]
-    other = args.soft_cap or args.chunk or args.sink_logits_N is not None
-    if view.tree is not None or other or not native.attends(kv[0], G):
+    if view.tree is not None or not native.attends(kv[0], args.q_TNH.shape[1] // kv[0].shape[1]):
         return XLA.attend(args, kv, view)
     return native.attention(
         args.q_TNH,
@@ -45,14 +43,35 @@ def attend(args: AttendArgs, kv: LayerKV, view: StepView) -> jax.Array:
     )
 
 
-def check(H: int, stored: KVStored, tree: TreeShape) -> None:
-    dtype = stored.dtype
-    if dtype != jnp.uint16 or H % native.HEAD_MULTIPLE or H > native.MOST_HEAD:
-        raise ConfigError(
-            f"attention_backend native serves KV in bfloat16 with heads of {native.HEAD_MULTIPLE} to"
-            f" {native.MOST_HEAD}, not heads of {H} stored as {jnp.dtype(dtype)}",
-            field="attention_backend",
-        )
+def check(layer: Attention, stored: KVStored, tree: TreeShape) -> None:
+    """Refuse what the kernel does not do. Trees it leaves to ``xla``, in the steps that verify some."""
+    name, H, G = "attention_backend native", layer.H, layer.N // layer.K
+    reason, field = "", "attention_backend"
+    if stored.dtype != jnp.uint16 or stored.form:
+        kept = stored.form or jnp.dtype(stored.dtype).name
+        reason, field = f"{name} serves KV in bfloat16, not in {kept}", "kv_cache_dtype"
+    elif H % native.HEAD_MULTIPLE or H > native.MOST_HEAD:
+        multiple = f"multiples of {native.HEAD_MULTIPLE} up to {native.MOST_HEAD}"
+        reason = f"{name} serves heads of {multiple}, not of {H}"
+    elif G > native.MOST_GROUP:
+        reason = f"{name} serves up to {native.MOST_GROUP} query heads a kv head, not {G}"
+    elif layer.soft_cap:
+        reason = f"{name} serves no capped scores"
+    elif layer.sink_logits:
+        reason = f"{name} serves no sink logits"
+    elif stored.page_size % native.PAGE_MULTIPLE:
+        multiple = f"pages of a multiple of {native.PAGE_MULTIPLE} tokens"
+        reason, field = f"{name} serves {multiple}, not of {stored.page_size}", "page_size"
+    if reason:
+        raise ConfigError(f"{reason}; xla does", field=field)
 
 
-NATIVE = dataclasses.replace(XLA, name="native", write_kv=write_kv, attend=attend, check=check)
+NATIVE = dataclasses.replace(
+    XLA,
+    name="native",
+    write_kv=write_kv,
+    attend=attend,
+    attend_latent=None,
+    has_chunks=False,
+    check=check,
+)

@@ -395,6 +395,7 @@ class ModelRunner:
             "device": f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}",
             "sharding": self.model.rules.described(mesh.shape),
             "backend": self.model.backend.name,
+            "no_better_backend": self.sizes.no_better_attention,
             "dtype": str(self.model.dtype),
             "kv_dtype": self.sizes.kv_name,
             "kernels": self.sizes.kernels or "xla",

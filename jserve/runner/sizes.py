@@ -148,7 +148,7 @@ def stored_kv(
     return stored
 
 
-def attention_name(
+def chosen_attention(
     arch: Arch,
     config: EngineConfig,
     dtype: Any,
@@ -156,8 +156,9 @@ def attention_name(
     capability: str = "",
     speculation: LoadedDrafter | None = None,
     kernels: str = "",
-) -> str:
-    """The attention backend that serves this model with these options: the first candidate that can.
+) -> tuple[str, str]:
+    """(the attention backend that serves this model with these options, why it is not the best one): the first
+    candidate that can.
 
     Raises:
         ConfigError: the option asks for one that this device or jax cannot run, or for a form of KV that the model
@@ -168,15 +169,17 @@ def attention_name(
     *better, last = candidates(
         config.device.attention_backend, platform, capability, native=has_attention(kernels)
     )
+    reason = ""
     for name in better:
         try:
             attention = find_backend(name, platform)
             with_sinks(arch, attention, config.device.attention_sinks)
             stored_kv(config, attention, dtype, arch, speculation)
-        except ConfigError:
+        except ConfigError as error:
+            reason = reason or error.message
             continue
-        return name
-    return last
+        return name, reason
+    return last, reason
 
 
 def page_demand(
@@ -323,6 +326,8 @@ class Sizes:
     arch: Arch
     """With the attention sinks and forms of KV that the options ask for."""
     attention: AttentionBackend
+    no_better_attention: str
+    """The reason why it is not the best one for such devices; empty: it is, or was asked for by name."""
     dims: StepDims
     dtype: Any
     """Of the activations."""
@@ -379,7 +384,9 @@ def sizes_of(
         ConfigError: an option cannot be honoured, or there is no room; ``field`` is its name.
     """
     config = config.on(platform)
-    name = attention_name(arch, config, dtype, platform, capability, speculation, kernels)
+    name, no_better = chosen_attention(
+        arch, config, dtype, platform, capability, speculation, kernels
+    )
     attention = find_backend(name, platform)
     arch = with_sinks(arch, attention, config.device.attention_sinks)
     arch = with_kv_options(arch, config, dtype, speculation)
@@ -406,6 +413,7 @@ def sizes_of(
         config=config,
         arch=arch,
         attention=attention,
+        no_better_attention=no_better,
         dims=dims,
         dtype=dtype,
         kv_dtype=kv_dtype(config, dtype),

@@ -24,7 +24,7 @@ from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket, StepDims, buffer_size
 from jserve.runner.layout import partitionable
 from jserve.runner.programs import compile_options
-from jserve.runner.sizes import attention_name, step_model
+from jserve.runner.sizes import chosen_attention, step_model
 from jserve.sharding import Sharding
 from jserve.sim.roofline import CHIPS
 from jserve.sizing.compare import link_s
@@ -89,7 +89,7 @@ def compiled_steps(
     mesh = mesh_of(sharding, aot.h200(sharding.group_size))
     rules = ShardRules.of_sharding(sharding, mesh.shape)
     config = partitionable(config, rules, "cuda")
-    name = attention_name(found.arch, config, found.dtype, "cuda", CAPABILITY)
+    name, _ = chosen_attention(found.arch, config, found.dtype, "cuda", CAPABILITY)
     attention, page_size = backend(name, "cuda"), config.cache.on("cuda").page_size
     n_row_pages = ROW_TOKENS // page_size
     made = StepModel(

@@ -13,7 +13,7 @@ import pytest
 
 from jserve.errors import ConfigError
 from jserve.model import attn_native, attn_ref, native
-from jserve.model.attention import AttendArgs, KVStored, Sinks, candidates
+from jserve.model.attention import AttendArgs, Sinks, candidates
 
 K, M, P = 2, 6, 101
 APART = 2e-5
@@ -317,13 +317,7 @@ def test_scores_far_apart_keep_their_weights(level):
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
 
 
-def test_what_it_does_not_serve_is_refused_or_stays_with_xla(level):
-    with pytest.raises(ConfigError, match="heads of 80") as e:
-        attn_native.NATIVE.check(80, KVStored(jnp.dtype(jnp.uint16)), ())
-    assert e.value.field == "attention_backend"
-    with pytest.raises(ConfigError, match="stored as uint8"):
-        attn_native.NATIVE.check(64, KVStored(jnp.dtype(jnp.uint8)), ())
-    attn_native.NATIVE.check(64, KVStored(jnp.dtype(jnp.uint16)), ())
+def test_without_kernels_or_in_pages_of_8_a_step_is_xlas(level):
     assert candidates("auto", "cpu", native=True) == ("native", "xla")
     assert candidates("auto", "cpu") == ("xla",)
     with pytest.raises(ConfigError, match="attention_backend native"):

@@ -24,7 +24,7 @@ from jserve.model.arch import Arch, Moe, Router, resized as with_heads
 from jserve.model.families import family_for
 from jserve.model.quant import Form, QTensor
 from jserve.runner import selftest, sizes
-from jserve.runner.sizes import attention_name
+from jserve.runner.sizes import chosen_attention
 from tests.model.published import V2_LITE, resized
 from tests.runner.harness import ARCH
 
@@ -137,7 +137,7 @@ def test_who_is_named_is_served_untested(monkeypatch) -> None:
 def test_what_auto_means_by_device_and_model() -> None:
     def name(capability: str, platform: str = "gpu", **options: Any) -> str:
         config = EngineConfig.of(**options)
-        return attention_name(ARCH, config, jnp.dtype(jnp.bfloat16), platform, capability)
+        return chosen_attention(ARCH, config, jnp.dtype(jnp.bfloat16), platform, capability)[0]
 
     assert name("", "cpu") == "xla"
     assert name("9.0") == "hopper"
@@ -225,7 +225,10 @@ def test_experts_have_their_kernel_where_attention_has_none(monkeypatch, caplog)
         return build_runner.with_attention(config, arch, bf16, H200, None).device.attention_backend
 
     assert served(latent_arch(64), "") == "dense_experts"
-    assert "dense on NVIDIA H200; not hopper: it does not serve this model" in caplog.text
+    assert (
+        "dense on NVIDIA H200; not hopper: attention_backend hopper does not serve the latent"
+        in caplog.text
+    )
     assert served(latent_arch(64), "raise SystemExit('experts differ')") == "dense"
     assert served(latent_arch(64), "", attention_backend="dense") == "dense"
     assert served(latent_arch(48), "raise SystemExit('not to be run')") == "dense"
