@@ -142,12 +142,19 @@ def sample(
     def full(raw_EV):
         return _chosen(raw_EV, draws, slots, flags, part=part, own=own)
 
-    if draws.mask_EW is not None:
-        token_E, allowed_E = _guided(raw_EV, draws, slots, flags, part, own)
+    def guided(raw_EV):
+        return _guided(raw_EV, draws, slots, flags, part, own)
+
+    mask_EW, plain = draws.mask_EW, (flags & ~LOGPROBS) == 0
+    if mask_EW is not None and own is None:
+        # Programs that all steps take (``Ladder.of``) have masks that nobody asked for, which are all ones.
+        unmasked = jnp.all(mask_EW == -1)
+        token_E, allowed_E = jax.lax.cond(plain & unmasked, greedy, guided, raw_EV)
+    elif mask_EW is not None:
+        token_E, allowed_E = guided(raw_EV)
     elif own is not None:
         token_E, allowed_E = full(raw_EV)
     else:
-        plain = (flags & ~LOGPROBS) == 0
         token_E, allowed_E = jax.lax.cond(plain, greedy, full, raw_EV)
     if own is not None:
         allowed_E &= token_E >= 0

@@ -12,9 +12,9 @@ largest chunk. Any of these takes fewer rows and
 narrower ones, so nothing is missing, only padded.
 
 Where products and attention skip the rows that nobody uses (``skips_padding``: native kernels), fewer rungs do:
-decode rows 2 and all, prefill tokens 64 beside few rows, 128 and doubling beside all rows, and what scores prompts
-takes masks too. Times of the steps in between are still measured one by one (``Ladder.sizes``), because a program
-takes as long as its rows do.
+decode rows 2 and all, prefill tokens 64 beside few rows, 128 and doubling beside all rows, and one more that scores
+prompts. Unless rows have drafts all of these take masks. Times of the steps in between are still measured one by one
+(``Ladder.sizes``), because a program takes as long as its rows do.
 
 Registered features are in the largest programs, and in so many of the plain ones that a step finds one of at most
 ``APART`` times the tokens of the next smaller: a row that asks alone pays for few rows beside it.
@@ -26,6 +26,7 @@ run in the very programs of an engine without one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jserve.model.draft_tree import TreeShape
@@ -105,12 +106,18 @@ class Ladder:
 
     buckets: tuple[Bucket, ...]
     between: tuple[Bucket, ...] = ()
-    """Sizes below that of their bucket which take less time than it."""
+    """Sizes below that of their bucket which take less time than it, and those of buckets that take masks where no
+    others do."""
 
     @property
     def sizes(self) -> tuple[Bucket, ...]:
         """Steps whose times differ, cheapest first; each fits a bucket."""
         return tuple(sorted({*self.buckets, *self.between}, key=_cost))
+
+    @property
+    def plain(self) -> tuple[Bucket, ...]:
+        """The buckets of steps of which no row asks for anything."""
+        return tuple(_plain_of(self.buckets))
 
     @property
     def features(self) -> tuple[StepFeature, ...]:
@@ -136,7 +143,9 @@ class Ladder:
     ) -> Ladder:
         """The rungs for these limits (those of ``RunnerLimits``). ``masks_drafts``: every verify
         program also takes masks, not only the widest. Programs that have ``registered`` features have
-        all of them, whatever else they take. ``skips_padding``: products and attention skip unused rows.
+        all of them, whatever else they take. ``skips_padding``: products and attention skip unused rows; then all
+        programs take masks, unless rows have drafts: on a CPU those that nobody asks for cost next to nothing, and a
+        program takes seconds to compile.
 
         With a drafter that runs on the device the programs without it are those of an engine that
         does not speculate, and some that draft come on top: beside at most ``draft_rows`` decode rows (0:
@@ -151,7 +160,9 @@ class Ladder:
             found |= _verifying(D, P, F, J)
         if scores:
             found.add(Bucket(D=D, P=P, F=F, J=J, features=(SCORE,)))
-        if masks:
+        if masks and skips_padding and J == 1 and not device_drafts:
+            between, found = plain, {b.with_also(MASK) for b in found}
+        elif masks:
             found |= {
                 b.with_also(MASK)
                 for b in found
@@ -276,10 +287,16 @@ def _takes_most(b: Bucket, found: set[Bucket]) -> bool:
     return not any(other != b and kind(other) == kind(b) and within(other) for other in found)
 
 
+def _plain_of(found: Iterable[Bucket]) -> list[Bucket]:
+    """Those without features, or with masks alone where all have some."""
+    found = list(found)
+    return [b for b in found if not b.features] or [b for b in found if b.features == (MASK,)]
+
+
 def _thinned(found: set[Bucket]) -> set[Bucket]:
     """Plain ones, each of ``APART`` times the tokens of the one before: steps that decode, and those with prefill."""
     kept: set[Bucket] = set()
-    plain = sorted([b for b in found if b.J == 1 and not b.features and not b.n_draft], key=_cost)
+    plain = sorted([b for b in _plain_of(found) if b.J == 1 and not b.n_draft], key=_cost)
     for prefill in (False, True):
         most = 0
         for bucket in (b for b in plain if (b.P > 0) == prefill):

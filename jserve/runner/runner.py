@@ -182,8 +182,8 @@ class ModelRunner:
 
     @property
     def plain_buckets(self) -> list[Bucket]:
-        """Those whose times say how long a step takes: no drafts, scores or masks."""
-        return [b for b in self.ladder.buckets if b.J == 1 and not b.features]
+        """Those whose times say how long a step takes: no drafts, and nothing that a row asks for."""
+        return [b for b in self.ladder.plain if b.J == 1]
 
     @point("runner.launch")
     def launch(self, plan: StepPlan, bucket: Bucket | None = None) -> InFlight:

@@ -211,7 +211,7 @@ def test_a_plan_has_the_fewer_programs_of_an_engine_that_skips_padding(level, tm
         found, laid = sizing.plan(str(tmp_path), "cpu", (100,), config)
         assert laid.sizes.kernels == (level if kernels == "auto" else "")
         counts[kernels] = len(found.programs)
-    fewer = {"auto": 10 if native.takes_rows(level, 1024) else 16, "xla": 16}
+    fewer = {"auto": 7 if native.takes_rows(level, 1024) else 16, "xla": 16}
     assert counts == fewer
 
 
