@@ -184,7 +184,7 @@ def _chosen(
         scaled_EV, allowed_E = jax.lax.cond(
             flags & CHANGES,
             lambda x: scaled(adjusted(x), draws, part),
-            lambda x: scaled(_allowed(x, draws, part), draws, part),
+            lambda x: scaled(x, draws, part),
             raw_EV,
         )
         return draw(scaled_EV, draws, flags, purpose, part), allowed_E
@@ -207,23 +207,28 @@ def _guided(
 ) -> tuple[jax.Array, jax.Array]:
     """As ``_chosen``, of which a row with ``redraw_E`` gets its own only where the mask forbids its
     first, unmasked draw."""
-    mask_EW, redraw_E = draws.mask_EW, draws.redraw_E
-    if mask_EW is None or redraw_E is None:
-        return _chosen(raw_EV, draws, slots, flags, part=part, own=own)
+    mask_EW = draws.mask_EW
+    assert mask_EW is not None, "a program with masks"
+    redraw_E = jnp.full(len(mask_EW), NONE) if draws.redraw_E is None else draws.redraw_E
     redraws_E = redraw_E != NONE
-    unmasked = replace(draws, mask_EW=None)
-    masked = replace(draws, mask_EW=_less(mask_EW, redraw_E))
-    purpose_E = jnp.where(redraws_E, PURPOSE_REDRAW, PURPOSE_TOKEN)
-    token_E, allowed_E = _chosen(raw_EV, masked, slots, flags, purpose_E, part, own)
+    less_EW, unmasked = _less(mask_EW, redraw_E), replace(draws, mask_EW=None)
 
-    def first(token_E, allowed_E):
-        first_E, _ = _chosen(raw_EV, unmasked, slots, flags, part=part, own=own)
-        stays_E = redraws_E & _in_mask(mask_EW, first_E)
+    # A loop, because the program has the text of a draw only once then.
+    def drawn(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """First with the masks, then of rows that may have it the draw without."""
+        first = i > 0
+        given_EV = _masked(raw_EV, jnp.where(first, -1, less_EW), part)
+        purpose_E = jnp.where(redraws_E & ~first, PURPOSE_REDRAW, PURPOSE_TOKEN)
+        token_E, allowed_E = _chosen(given_EV, unmasked, slots, flags, purpose_E, part, own)
+        stays_E = _in_mask(mask_EW, jnp.maximum(token_E, 0))
         if own is not None:
-            stays_E |= redraws_E & (first_E < 0)
-        return jnp.where(stays_E, first_E, token_E), allowed_E | stays_E
+            stays_E |= token_E < 0
+        stays_E &= redraws_E
+        kept_E = jnp.where(stays_E, token_E, found[0])
+        return jnp.where(first, kept_E, token_E), jnp.where(first, found[1] | stays_E, allowed_E)
 
-    return jax.lax.cond(jnp.any(redraws_E), first, lambda *x: x, token_E, allowed_E)
+    none = jnp.zeros_like(redraw_E), jnp.zeros_like(redraws_E)
+    return jax.lax.fori_loop(0, 1 + jnp.any(redraws_E).astype(jnp.int32), drawn, none)
 
 
 def argmax(x_EV: jax.Array, part: VocabPart = WHOLE) -> jax.Array:
