@@ -17,6 +17,7 @@ from bench import passes
 from jserve.model.arch import resized, with_kv_forms
 from jserve.model.attention import AttendArgs, backend
 from jserve.model.attn_dense import GATHERED
+from jserve.model.features import MASK
 from jserve.model.largest import BY_KERNEL, PARTS
 from jserve.model.step import slot_shapes
 from jserve.model.view import Bucket, StepDims, buffer_size, unpack
@@ -347,6 +348,12 @@ def test_fused_step(tp: int) -> None:
 
 def test_mixed_step_of_1b() -> None:
     check_step("llama-3.2-1b", Bucket(D=16, P=256, F=4), layers=2)
+
+
+def test_masks_of_1b() -> None:
+    """A draw with masks is a loop: of the draw with them, and of the one without where a row may have it."""
+    check_step("llama-3.2-1b", Bucket(D=16, P=0, F=0, features=(MASK,)), layers=2)
+    check_step("llama-3.2-1b", Bucket(D=16, P=256, F=4, features=(MASK,)), layers=2)
 
 
 def test_verify_step_of_1b() -> None:
