@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 
-from jserve.errors import ConfigError
 from jserve.model.hand import step_model_of
 from jserve.model.mesh import MeshAxis, abstract_mesh, mesh_of, n_parts
 from jserve.model.moe_specs import check_has_experts
@@ -144,11 +143,10 @@ def explain_sharding(
 
 def _mesh(sharding: Sharding) -> Mesh | AbstractMesh:
     """Real devices only for XLA's partitioner, and only where there are enough of them."""
-    if not sharding.mesh:
-        raise ConfigError("sharding.mesh: is missing", field="sharding.mesh")
+    sizes = sharding.sizes
     if sharding.mode == "auto" and sharding.n_devices <= len(jax.devices()):
         return mesh_of(sharding)
-    return abstract_mesh(dict(sharding.mesh))
+    return abstract_mesh(sizes)
 
 
 def _places(model: StepModel) -> Iterator[WeightPlace]:
