@@ -59,7 +59,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     """The reward before each update of a record's run, and at the end."""
     [found] = record["lines"]
     with plot.figure(path, 1, "examples/grpo.py") as [axis]:
-        axis.plot(found["rewards"])
+        axis.plot(found["rewards"], marker=".")
         axis.set(xlabel="update", ylabel="mean reward of 128 samples", ylim=(0, 1))
 
 

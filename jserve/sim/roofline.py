@@ -162,7 +162,7 @@ class Roofline:
     _ffns: tuple[tuple[Mlp | Moe, int], ...] = field(init=False, compare=False, repr=False)
     """The other parts of layers, and how many are alike."""
     _met: dict[tuple[float, int], float] = field(init=False, compare=False, repr=False)
-    """What ``_layers`` gave: a simulation asks at every step, of few sizes."""
+    """Answers of ``_layers``: a simulation asks at every step, of few sizes."""
     _reads: tuple[int, int] = field(init=False, compare=False, repr=False)
     """Gathers of a split residual stream in all layers, and bytes of a number of each, added up."""
 

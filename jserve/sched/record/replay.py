@@ -368,8 +368,9 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.error, event.now)
     if isinstance(event, Reweighed):
-        fate = {"keep": event.keep, "beside": event.beside}
-        scheduler.reweigh(event.version, event.now, name=event.name, **fate)
+        scheduler.reweigh(
+            event.version, event.now, name=event.name, keep=event.keep, beside=event.beside
+        )
         return []
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         _ask(scheduler, event)
