@@ -3,7 +3,8 @@
 Seconds of the processor, of all threads, are what it takes of a machine; on a quiet one with two cores its wall clock
 is what the goal is about.
 
-    python -m bench.grpo [--updates 20] [--json F]
+    python -m bench.grpo [--updates 20] [--json F] [--plot F.svg]
+    python -m bench.grpo --record F --plot F.svg       draws a record, and runs nothing
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import probe
+from jserve.sim import plot
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo.py"
 LINE = re.compile(r"update \d+: reward ([\d.]+), log-probabilities differ by (\S+)")
@@ -53,16 +55,33 @@ def measure(updates: int) -> dict[str, Any]:
     return figures(done.stdout) | {"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 1)}
 
 
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """The reward before each update of a record's run, and at the end."""
+    [found] = record["lines"]
+    with plot.figure(path, 1, "examples/grpo.py") as [axis]:
+        axis.plot(found["rewards"], marker=".")
+        axis.set(xlabel="update", ylabel="mean reward of 128 samples", ylim=(0, 1))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.grpo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--plot", type=Path, help="file.svg to draw")
+    parser.add_argument("--record", type=Path, help="file that --json wrote, in place of a run")
     args = parser.parse_args(argv)
-    found = measure(args.updates)
-    print(json.dumps(found))
-    if args.json is not None:
+    if args.plot is not None:
+        plot.check(args.plot)
+    if args.record is not None:
+        record = json.loads(args.record.read_text())
+    else:
+        found = measure(args.updates)
+        print(json.dumps(found))
         record = probe.record("grpo", {"updates": args.updates}, [found])
+    if args.json is not None:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot is not None:
+        draw(record, args.plot)
     return 0
 
 

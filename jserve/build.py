@@ -202,7 +202,7 @@ def _engine(
         limits,
         config,
         proposer=_proposer(config, runner.limits.vocab_size),
-        journal=_journal(config, limits, facts["weights"]),
+        journal=_journal(config, limits, facts),
         guides=guides_of(config, runner.limits.vocab_size),
     )
     made = Engine(
@@ -292,7 +292,7 @@ def _profiler(directory: str) -> Any:
     return JaxProfiler(directory) if directory else None
 
 
-def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
+def _journal(config: EngineConfig, limits: Any, facts: dict[str, Any]) -> Any:
     from jserve.sched.record.journal import JournalFile
     from jserve.sched.record.start import write_start
 
@@ -302,7 +302,7 @@ def _journal(config: EngineConfig, limits: Any, weights: str) -> Any:
     try:
         file = open(path, "wb", buffering=0)  # noqa: SIM115  # the engine's as long as it lives
         made = JournalFile(file)
-        write_start(made, config, limits, weights)
+        write_start(made, config, limits, facts["weights"], facts["sharding"])
         return made
     except OSError as e:
         raise ConfigError(f"journal {path}: {e.strerror}", field="journal") from None
@@ -327,12 +327,23 @@ def cache_directory(given: str) -> Path:
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)
 
 
-def serving_engine(config: EngineConfig, *, in_process: bool = False, **options: Any) -> EngineFace:
+def serving_engine(
+    config: EngineConfig,
+    *,
+    in_process: bool = False,
+    params: Any = None,
+    mesh: Any = None,
+    **options: Any,
+) -> EngineFace:
     """The asyncio interface of what ``config`` asks for: one engine, in a thread (``in_process``) or in a process
     of its own, or ``replicas`` on Ray Serve. ``options`` are those of ``AsyncEngine``.
 
+    Args:
+        params: as of ``engine``, with ``in_process``; the first start has them, and there is no second one.
+        mesh: likewise.
+
     Raises:
-        ConfigError: replicas are asked for and Ray Serve is not installed.
+        ConfigError: replicas are asked for and Ray Serve is not installed, or cannot have ``params`` or ``mesh``.
     """
     from jserve.engine.health import HealthLimits
 
@@ -345,6 +356,10 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
     )
     given: dict[str, Any] = {"stall_timeout_s": server.stall_timeout_s, "health": limits}
     if config.fleet.replicas:
+        for name, one in (("params", params), ("mesh", mesh)):
+            if one is not None:
+                why = "replicas are other processes, which load the model's files on their devices"
+                raise ConfigError(f"{name}: {why}", field=name)
         from jserve.fleet.start import fleet_engine
 
         model = config.model.model or str(shipped())
@@ -353,9 +368,18 @@ def serving_engine(config: EngineConfig, *, in_process: bool = False, **options:
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient
 
+    left = [] if params is None else [params]
+    has_params = bool(left)
+
+    def made(config: EngineConfig, progress: Progress) -> tuple[DrivenEngine, dict[str, Any]]:
+        if has_params and not left:
+            raise ConfigError("params: another start has taken them", field="params")
+        # Not kept here: once they are copied, the caller alone has them.
+        return engines(config, progress, params=left.pop() if left else None, mesh=mesh)
+
     def client() -> Any:
         if in_process or server.in_process:
-            return InprocClient(config, engines)
+            return InprocClient(config, made)
         return ProcClient(config)
 
     return AsyncEngine(client, **{"max_restarts": server.max_restarts, **given, **options})

@@ -320,15 +320,26 @@ class LLM(_Door, Operations):
 class AsyncLLM(_Door, Operations):
     """The same for asyncio: one engine thread, or ``replicas=N`` on Ray Serve; many concurrent ``generate`` calls.
 
+    Args:
+        params: as of ``LLM``; kept until ``start`` has copied them. Not for replicas, as ``mesh``.
+
     Raises:
         ConfigError: as ``LLM``; or replicas without Ray Serve, which the extra ``jserve[ray]`` installs.
     """
 
     def __init__(
-        self, model: str = "", *, config: EngineConfig | None = None, **options: Any
+        self,
+        model: str = "",
+        *,
+        config: EngineConfig | None = None,
+        params: Any = None,
+        mesh: Any = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, config, options)
-        self.engine = build.serving_engine(self.config, in_process=True, max_restarts=0)
+        super().__init__(model, config, options, weights=params is None)
+        self.engine = build.serving_engine(
+            self.config, in_process=True, params=params, mesh=mesh, max_restarts=0
+        )
 
     async def start(self) -> dict[str, Any]:
         """Load and compile. Returns facts about model, device and memory."""

@@ -125,10 +125,14 @@ class Operations(ABC):
         """End ``pause``. Raises BadRequest while something is asleep."""
         return self._operate(action="resume")
 
-    def sleep(self, parts: Sequence[str] = ("kv", "weights")) -> Any:
-        """Give device memory back until ``wake``: KV is dropped, weights go to host memory. Running requests are
-        computed anew afterwards; new ones wait."""
-        return self._operate(action="sleep", parts=list(parts))
+    def sleep(self, parts: Sequence[str] = ("kv", "weights"), running: str = "keep") -> Any:
+        """Give device memory back until ``wake``: KV is dropped, weights go to host memory. New requests wait.
+
+        Args:
+            running: what becomes of running requests: "keep" (they are computed anew after ``wake``), "abort" (they end
+                with what they drew), "finish" (this waits until they have ended).
+        """
+        return self._operate(action="sleep", parts=list(parts), running=running)
 
     def wake(self, parts: Sequence[str] = ("kv", "weights")) -> Any:
         """Take the memory of ``parts`` again."""

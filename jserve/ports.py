@@ -378,7 +378,11 @@ class Journal(Protocol):
 
     def recover(self, now: float, error: str) -> None: ...
 
-    def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None: ...
+    def weights(
+        self, now: float, version: str, name: str, keep: bool, beside: bool, directory: str
+    ) -> None:
+        """``directory``: of the files that have all of them; "": of none."""
+        ...
 
     def operated(self, now: float, action: str, running: str, parts: Seq[str]) -> None:
         """A pause, its end, sleep or wake. What it did to requests has events of its own."""

@@ -11,6 +11,7 @@ from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.plugins import load_plugins
 from jserve.progress import start_progress
+from jserve.sched.record.journal import Started
 from jserve.sched.record.replay import Diverged, replay as replayed
 from jserve.sched.record.start import FUNCTIONS, limits_of, read_start
 
@@ -43,7 +44,7 @@ def replay(path: Path, *, device: bool, console: Any) -> str:
         made, info = engine(_again(config, limits.n_pages), progress)
     try:
         runner: Any = made.runner
-        _check_same(limits, runner.limits, start.weights, info["weights"])
+        _check_same(limits, runner.limits, start, info)
         masks = guides_of(config, limits.vocab_size)
         done = replayed(path, limits, config, runner=runner, masks=masks)
         if masks is not None:
@@ -73,10 +74,13 @@ def _again(config: EngineConfig, n_pages: int) -> EngineConfig:
     return dataclasses.replace(config, scheduler=scheduler, cache=cache)
 
 
-def _check_same(recorded: Any, made: Any, weights: str, loaded: str) -> None:
-    """Raises ConfigError where plans of one engine are none of the other."""
-    if weights and loaded != weights:
+def _check_same(recorded: Any, made: Any, start: Started, info: dict[str, Any]) -> None:
+    """Raises ConfigError where plans of one engine are none of the other, or sums are added in another order."""
+    if start.weights and info["weights"] != start.weights:
         raise ConfigError("model: its weights are others than those of the journal", field="model")
+    if start.sharding and (now := info["sharding"]) != start.sharding:
+        why = f"{start.sharding} in the journal, {now} here"
+        raise ConfigError(f"sharding: {why}", field="sharding")
     measured = ("step_times", "page_move_s", *FUNCTIONS)
     for name in (f.name for f in dataclasses.fields(recorded) if f.name not in measured):
         then, now = getattr(recorded, name), getattr(made, name)

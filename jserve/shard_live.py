@@ -62,7 +62,7 @@ class Live:
     dtype: str
     """Of the weights."""
     programs: tuple[StepCost, ...] = ()
-    """Those of the priced steps, and what their collectives cost; () where XLA chose these (mode auto)."""
+    """Those of the priced steps, and what their collectives cost."""
     first_other: str = ""
     """The first request whose tokens are others than under the first sharding; empty: none is."""
     n_other: int = 0
@@ -150,7 +150,7 @@ def _run(config: EngineConfig, sharding: Sharding, items: Sequence[Any], console
             drawn[out.request_id] = (*drawn.get(out.request_id, ()), *out.token_ids)
         wall_s = time.monotonic() - began
         step_ms = _step_ms(engine, min(ROWS, limits.n_slots) * sharding.dp, limits.max_model_len)
-        programs = () if sharding.mode == "auto" else _costs(build.each_of(engine)[0].runner)
+        programs = _costs(build.each_of(engine)[0].runner)
     finally:
         build.close(engine)
     n_drawn = sum(map(len, drawn.values()))

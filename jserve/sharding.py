@@ -115,6 +115,17 @@ class Sharding:
         return math.prod(size for _, size in self.mesh)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> devices of one engine.
+
+        Raises:
+            ConfigError: the mesh is to be given beside this; for those that have none.
+        """
+        if not self.mesh:
+            raise _bad("mesh", "is missing, and no Mesh is given beside it")
+        return dict(self.mesh)
+
+    @property
     def group(self) -> Sharding:
         """Of one engine."""
         return replace(self, dp=1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jserve.engine.hold import PARTS, PAUSES
@@ -43,7 +44,7 @@ def carry_out(engine: Engine, command: Control) -> dict[str, Any] | None:
             engine.hold.resume()
             _journal(engine, "resume")
         case "sleep":
-            _sleep(engine, _parts(command))
+            return _sleep(engine, command)
         case "wake":
             _wake(engine, _parts(command))
         case "update_weights":
@@ -67,10 +68,14 @@ def settle(engine: Engine) -> tuple[Control, dict[str, Any]] | None:
     if command is None or engine.scheduler.has_work or engine.n_in_flight or engine.n_compiling:
         return None
     engine.hold.pending = None
-    if command.action == "pause":
-        _paused(engine, "finish")
-        return command, _info(engine)
-    return command, _replace(engine, command)
+    match command.action:
+        case "pause":
+            _paused(engine, "finish")
+        case "sleep":
+            _fall_asleep(engine, _parts(command))
+        case _:
+            return command, _replace(engine, command)
+    return command, _info(engine)
 
 
 def _info(engine: Engine) -> dict[str, Any]:
@@ -154,24 +159,46 @@ def _replace(engine: Engine, command: Control) -> dict[str, Any]:
                 f"params: the update failed at {where(error)}", field="params"
             ) from error
 
-    engine.weights = change() or command.id
+    stamp = change()
+    engine.weights = stamp or command.id
+    of_files = stamp and isinstance(command.source, str | Path)
+    directory = str(Path(command.source).expanduser().absolute()) if of_files else ""
     if command.running == "abort":
         engine.abort_all()
     engine.n_updates += 1
     engine.version = command.version or str(engine.n_updates)
     name = "" if engine.weights == engine.first_weights else engine.weights
     keep, engine.beside = command.running == "mix", beside
-    engine.scheduler.reweigh(engine.version, engine.clock(), name=name, keep=keep, beside=beside)
+    engine.scheduler.reweigh(
+        engine.version,
+        engine.clock(),
+        name=name,
+        keep=keep,
+        beside=beside,
+        directory=directory,
+    )
     seconds = time.perf_counter() - began
     engine.update_s += seconds
     return _info(engine) | {"seconds": seconds}
 
 
-def _sleep(engine: Engine, parts: list[str]) -> None:
+def _sleep(engine: Engine, command: Control) -> dict[str, Any] | None:
+    mode, parts = _one_of("running", command.running or "keep", PAUSES), _parts(command)
+    _live(engine)
+    _refuse_beside(engine)
+    if mode == "finish":
+        engine.hold.wait(command)
+        return None
+    engine.hold.refuse_pending()
+    if mode == "abort":
+        engine.abort_all()
+    _fall_asleep(engine, parts)
+    return _info(engine)
+
+
+def _fall_asleep(engine: Engine, parts: list[str]) -> None:
     """Running sequences are computed anew after ``wake``."""
     runner = _live(engine)
-    engine.hold.refuse_pending()
-    _refuse_beside(engine)
     fresh = [part for part in parts if part not in engine.hold.asleep]
     if "kv" in fresh:
         engine.swap(lambda: None)

@@ -88,7 +88,7 @@ class Control(Message, frozen=True):
         "weight_info",
     ]
     running: str = ""
-    """The fate of running requests: of ``hold.PAUSES``, or of ``updates.POLICIES``; "": the default."""
+    """The fate of running requests: of ``hold.PAUSES``, or of ``operate.POLICIES``; "": the default."""
     parts: list[str] = []
     """Of ``hold.PARTS``, for "sleep" and "wake"; []: all."""
     source: Any = None

@@ -30,7 +30,7 @@ def reduce(y: jax.Array, axis: MeshAxis, exchanged: Any = jnp.float32) -> jax.Ar
     if jnp.dtype(exchanged).itemsize >= y.dtype.itemsize:
         return lax.psum(y, axis)
     n = lax.axis_size(axis)
-    if n <= FEW or not isinstance(axis, str):
+    if n <= FEW:
         return lax.all_gather(y.astype(exchanged), axis).astype(y.dtype).sum(0)
     return _in_parts(y, axis, n, exchanged)
 
@@ -39,7 +39,7 @@ FEW = 2
 """Devices up to which every one gets all partial sums: as many bytes as in parts, in one collective instead of two."""
 
 
-def _in_parts(y: jax.Array, axis: str, n: int, exchanged: Any) -> jax.Array:
+def _in_parts(y: jax.Array, axis: MeshAxis, n: int, exchanged: Any) -> jax.Array:
     """Every device adds a part of D, rounds it, and all get all parts."""
     D = y.shape[-1]
     parts = jnp.pad(y.astype(exchanged), [(0, 0)] * (y.ndim - 1) + [(0, -D % n)])

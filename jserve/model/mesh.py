@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jserve.errors import ConfigError
@@ -45,23 +46,23 @@ def mesh_of(sharding: Sharding, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of an engine of a sharding, of the first devices, Auto (shard_map refuses Explicit axes).
 
     Raises:
-        ConfigError: there are fewer devices.
+        ConfigError: the sharding states no mesh, or there are fewer devices.
     """
-    devices, n = list(jax.devices() if devices is None else devices), sharding.group_size
+    sizes, n = sharding.sizes, sharding.group_size
+    devices = list(jax.devices() if devices is None else devices)
     if len(devices) < n:
         why = f"{n} devices are asked for, and there are {len(devices)}"
         raise ConfigError(f"sharding.mesh: {why}", field="sharding.mesh")
-    names, sizes = zip(*sharding.mesh, strict=True)
-    types = (AxisType.Auto,) * len(names)
-    return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:n])
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices[:n])
 
 
 def group_meshes(sharding: Sharding, mesh: Mesh | None = None) -> list[Mesh]:
-    """A mesh for each group of ``sharding``, of devices that no other group has: those of ``mesh`` along its axis "dp",
-    or the first ones of this process.
+    """A mesh for each group of ``sharding``, Auto, of devices that no other group has: those of ``mesh`` along its axis
+    "dp", or the first ones of this process.
 
     Raises:
-        ConfigError: there are fewer devices, or the axis has another size.
+        ConfigError: no mesh is stated or given, there are fewer devices, or the axis has another size.
     """
     if mesh is None:
         devices, n = jax.devices(), sharding.group_size
@@ -74,13 +75,17 @@ def group_meshes(sharding: Sharding, mesh: Mesh | None = None) -> list[Mesh]:
         why = f"is {sharding.dp}, the mesh that is given has {n}"
         raise ConfigError(f"sharding.mesh.dp: {why}", field="sharding.mesh.dp")
     if n == 1:
-        return [mesh]
+        return [_auto(mesh.devices, mesh.axis_names)]
     at = mesh.axis_names.index(DP)
     names = tuple(name for name in mesh.axis_names if name != DP)
     if not names:
         return [make_mesh(1, [device]) for device in mesh.devices.flat]
-    types = (AxisType.Auto,) * len(names)
-    return [Mesh(mesh.devices.take(i, axis=at), names, axis_types=types) for i in range(n)]
+    return [_auto(mesh.devices.take(i, axis=at), names) for i in range(n)]
+
+
+def _auto(devices: np.ndarray, names: Sequence[str]) -> Mesh:
+    """A mesh that jax makes by itself has Explicit axes."""
+    return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
 def make_mesh(tp: int, devices: Sequence[Any] | None = None, ep: int = 1) -> Mesh:

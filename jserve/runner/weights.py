@@ -7,12 +7,14 @@ The caller's arrays are only read, so a trainer may donate or delete its own rig
                         the same tree, quantised in its form     as it is
     a leaf of it        in a layout that is compiled             as it is, from any sharding of the same devices
                         any other                                through host memory: cast, laid out, on the mesh
-                        none, in a partial update                the engine's own, through host memory
     program             (own, donated; given) -> own             one launch overwrites all leaves or none
+    a part of a tree    leaves that lie as the engine's own      copied on the device, without a program
+                        others                                   through host memory, as above
+                        those that it lacks                      not touched
 
 The engine's buffers are the destination, so no second copy of the weights is held beside the caller's,
-and they keep their addresses. Leaves that take the way through host memory are on the device twice
-until the program has run.
+and they keep their addresses. Leaves that take the way through host memory, and those of a part, are on the device
+twice until all are there.
 """
 
 from __future__ import annotations
@@ -120,6 +122,8 @@ class WeightUpdate:
             raise WeightsError(f"params: {why}", field="params")
         else:
             matches = self._matches(own, source, some)
+        if some or isinstance(source, AdapterDelta):
+            return jax.tree.unflatten(self._structure, _in_part(jax.tree.leaves(own), matches))
         layout, program = max(
             programs, key=lambda p: sum(map(_fits, (m.array for m in matches), p[0]))
         )
@@ -154,11 +158,8 @@ class WeightUpdate:
 
     def _as_they_are(self, own: Any, source: Any, some: bool) -> list[Match]:
         """The arrays of a tree whose matrices are quantised as the engine's are."""
-        given = dict(leaves_of(source))
-        if some:  # by way of host memory: what is donated is no input beside
-            kept = {name: x for name, x in leaves_of(own) if name not in given}
-            given |= jax.tree.map(np.array, kept)
-        return matched(given, *self._quantised_specs)
+        kept = dict(leaves_of(own)) if some else {}
+        return matched(kept | dict(leaves_of(source)), *self._quantised_specs)
 
     def _matches(self, own: Any, source: Any, some: bool) -> list[Match]:
         if isinstance(source, AdapterDelta):
@@ -169,27 +170,24 @@ class WeightUpdate:
         if pairs is not None:
             source = from_names(pairs, self._canonical, ignore=self._tied)
         given = dict(leaves_of(source))
-        if some:
-            if self._quantised:
-                why = "weights that were quantised on load are replaced together"
-                raise WeightsError(f"params: a partial update: {why}", field="params")
-            kept = {name: np.asarray(x) for name, x in leaves_of(own) if name not in given}
-            given |= kept
-        return matched(given, self._specs, self._canonical)
+        if some and self._quantised:
+            why = "weights that were quantised on load are replaced together"
+            raise WeightsError(f"params: a partial update: {why}", field="params")
+        kept = dict(leaves_of(own)) if some else {}
+        return matched(kept | given, self._specs, self._canonical)
 
     def _changed(self, own: Any, delta: AdapterDelta) -> list[Match]:
-        """The engine's own weights, by way of host memory, with what ``delta`` adds to them in float32."""
+        """The engine's own weights; those that ``delta`` changes, with what it adds in float32, in host memory."""
         if self._quantised:
             why = "an adapter cannot be added to weights that were quantised on load"
             raise WeightsError(f"params: {why}", field="params")
-        found, kept = changes(delta, self._canonical), dict(leaves_of(own))
-        given: dict[str, Any] = {name: np.asarray(x) for name, x in kept.items()}
+        found, given = changes(delta, self._canonical), dict(leaves_of(own))
         bases = dict(named(self._canonical))
         for name, spec in named(self._specs):
             if name in found:
                 match = Match(name=name, array=found[name], spec=spec, base=bases[name])
                 change = in_host_memory(match, np.dtype(np.float32))
-                given[name] = given[name].astype(np.float32) + change
+                given[name] = np.asarray(given[name]).astype(np.float32) + change
         return matched(given, self._specs, self._canonical)
 
 
@@ -263,6 +261,34 @@ def _staged(match: Match, leaf: Leaf) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
 
+def _in_part(own: list[jax.Array], matches: list[Match]) -> list[jax.Array]:
+    """``own``, but for what ``matches`` has other arrays of: in new buffers, for which the old ones go once all are
+    there. By transfers alone."""
+    new = [
+        leaf if match.array is leaf else _own_buffer(match, leaf)
+        for match, leaf in zip(matches, own, strict=True)
+    ]
+    jax.block_until_ready(new)
+    for leaf, other in zip(own, new, strict=True):
+        if other is not leaf:
+            leaf.delete()
+    return new
+
+
+def _own_buffer(match: Match, leaf: jax.Array) -> jax.Array:
+    """``match`` as ``leaf`` lies, in a buffer that nobody else has."""
+    like = Leaf(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    if _fits(match.array, like):
+        return _copied(_staged(match, like))
+    # On a CPU a device's array may share the memory of the numpy one.
+    return jax.device_put(np.array(in_host_memory(match, leaf.dtype)), leaf.sharding)
+
+
+def _copied(leaf: jax.Array) -> jax.Array:
+    """A transfer from devices to themselves: ``jnp.copy`` would compile."""
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
+
+
 def delete_leaves(source: Any, kept: Any) -> None:
     """Delete the jax arrays of a tree but those that ``kept`` has too; names and files have none to delete."""
     own = {id(leaf) for leaf in jax.tree.leaves(kept)}
@@ -274,7 +300,7 @@ def delete_leaves(source: Any, kept: Any) -> None:
 
 
 def own_copy(params: Any, *, read: bool) -> Any:
-    """Arrays like the leaves of ``params``, by way of host memory; with their values where somebody will ``read`` them.
+    """Arrays like the leaves of ``params``; with their values where somebody will ``read`` them.
 
     Raises:
         WeightsError: a leaf that has to be read is deleted.
@@ -285,8 +311,9 @@ def own_copy(params: Any, *, read: bool) -> Any:
             raise WeightsError(
                 "params: shared weights were deleted, and are replaced together", field="params"
             )
-        values = np.array(leaf) if read else np.zeros(leaf.shape, leaf.dtype)
-        return jax.device_put(values, leaf.sharding)
+        if read:
+            return _copied(leaf)
+        return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
     return jax.tree.map(one, params)
 

@@ -331,7 +331,14 @@ class Scheduler:
         self.slowness.observe(program, sum([row.start for row in plan.rows]), took)
 
     def reweigh(
-        self, version: str, now: float, *, name: str, keep: bool = False, beside: bool = False
+        self,
+        version: str,
+        now: float,
+        *,
+        name: str,
+        keep: bool = False,
+        beside: bool = False,
+        directory: str = "",
     ) -> None:
         """The weights are those of ``version`` from the next plan on; no step is in flight. What others may find in
         the cache is forgotten.
@@ -340,11 +347,12 @@ class Scheduler:
             name: in the names of KV pages: other weights, another name; "" for the first ones.
             keep: running sequences go on with the KV that they have; else they requeue with their tokens.
             beside: all who are here end under the weights of before; plans say so of their rows.
+            directory: that has all of them, for the journal.
         """
         assert not self._in_flight, f"{len(self._in_flight)} more steps are in flight"
         self.resources.retention.advance(now)
         if self.journal is not None:
-            self.journal.weights(now, version, name, keep, beside)
+            self.journal.weights(now, version, name, keep, beside, directory)
         live = [seq for group in self.groups.values() for seq in group if seq.finish is None]
         self.versions.replace(version, live if beside else ())
         if keep or beside:

@@ -383,5 +383,7 @@ class _Tape:
     def operated(self, now: float, action: str, running: str, parts: Seq[str]) -> None:
         raise Diverged(f"event {self.at}: the simulator has no operator, and there was {action}")
 
-    def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None:
+    def weights(
+        self, now: float, version: str, name: str, keep: bool, beside: bool, directory: str
+    ) -> None:
         raise Diverged(f"event {self.at}: the simulator has no weights, and they became {version}")

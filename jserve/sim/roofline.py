@@ -117,7 +117,7 @@ CHIPS = {
 
 
 GATHERED = 2
-"""Devices up to which, and mesh axes (two) from which narrow partial sums are gathered whole, in one collective."""
+"""Devices up to which narrow partial sums are gathered whole, in one collective."""
 SPLIT_DRAW = (3, 24.0)
 """Collectives of a greedy draw from split logits, and bytes of an all-reduce for each token."""
 
@@ -162,7 +162,7 @@ class Roofline:
     _ffns: tuple[tuple[Mlp | Moe, int], ...] = field(init=False, compare=False, repr=False)
     """The other parts of layers, and how many are alike."""
     _met: dict[tuple[float, int], float] = field(init=False, compare=False, repr=False)
-    """What ``_layers`` gave: a simulation asks at every step, of few sizes."""
+    """Answers of ``_layers``: a simulation asks at every step, of few sizes."""
     _reads: tuple[int, int] = field(init=False, compare=False, repr=False)
     """Gathers of a split residual stream in all layers, and bytes of a number of each, added up."""
 
@@ -232,12 +232,8 @@ class Roofline:
 
     def _sums(self, prefills: bool) -> tuple[int, int]:
         """Collectives of the residual stream, and the bytes that they send for each of its numbers."""
-        of_layers, of_sum, times = 2 * self.arch.L, 1, 2
-        if self.sum_itemsize < 4 and (self.tp <= GATHERED or 1 < self.ep < self.tp):
-            times = self.tp
-        elif self.sum_itemsize < 4:
-            of_sum = 2
-        whole = times * self.sum_itemsize
+        of_layers, whole = 2 * self.arch.L, 2 * self.sum_itemsize
+        of_sum = 2 if self.sum_itemsize < 4 and self.tp > GATHERED else 1
         if not (prefills and self.splits_residual):
             return of_sum * (of_layers + 1), whole * (of_layers + 1)
         # The embedding's sum is whole; what leaves the final norm is gathered in float32.

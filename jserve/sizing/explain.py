@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 
-from jserve.errors import ConfigError
 from jserve.model.hand import step_model_of
 from jserve.model.mesh import MeshAxis, abstract_mesh, mesh_of, n_parts
 from jserve.model.moe_specs import check_has_experts
@@ -48,6 +47,9 @@ _HLO = re.compile(
     r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
 _ARRAY = re.compile(r"(f|bf|s|u|pred)(\d*)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"(?:to_apply|calls|body|condition|\w+_computations?)=(?:\{([^}]*)\}|(%[\w.-]+))"
+)
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%[\w.-]+))")
 
 
@@ -144,11 +146,10 @@ def explain_sharding(
 
 def _mesh(sharding: Sharding) -> Mesh | AbstractMesh:
     """Real devices only for XLA's partitioner, and only where there are enough of them."""
-    if not sharding.mesh:
-        raise ConfigError("sharding.mesh: is missing", field="sharding.mesh")
+    sizes = sharding.sizes
     if sharding.mode == "auto" and sharding.n_devices <= len(jax.devices()):
         return mesh_of(sharding)
-    return abstract_mesh(dict(sharding.mesh))
+    return abstract_mesh(sizes)
 
 
 def _places(model: StepModel) -> Iterator[WeightPlace]:
@@ -220,15 +221,30 @@ def _equations(jaxpr: Any, *, rare: bool = False) -> Iterator[tuple[Any, ...]]:
 
 def of_program(text: str) -> Iterator[Collective]:
     """Of a program's text as XLA made it, those that are alike together. Of the branches of a conditional all but the
-    one with the fewest are ``rare``; functions that these call are not looked into."""
+    one with the fewest are ``rare``, and so is what these alone call."""
     blocks = re.split(r"\n(?=(?:ENTRY )?%\S+ \()", text)
     bodies = {block.removeprefix("ENTRY ").split(" ", 1)[0]: block for block in blocks}
     found = {name: list(map(_result, _HLO.findall(body))) for name, body in bodies.items()}
-    rare = set[str]()
-    for line in text.splitlines():
-        names = [name for pair in _BRANCHES.findall(line) for name in _names(pair)]
-        rare |= {*sorted(names, key=lambda name: len(found.get(name, ())))[1:]}
-    counts = Counter((*one, name in rare) for name, each in found.items() for one in each)
+    called = {
+        name: {each for pair in _CALLED.findall(body) for each in _names(pair)} & bodies.keys()
+        for name, body in bodies.items()
+    }
+
+    @cache
+    def number(name: str) -> int:
+        return len(found.get(name, ())) + sum(map(number, called.get(name, ())))
+
+    def taken(name: str) -> set[str]:
+        rare = set[str]()
+        for line in bodies[name].splitlines():
+            names = [each for pair in _BRANCHES.findall(line) for each in _names(pair)]
+            rare |= {*sorted(names, key=number)[1:]}
+        return called[name] - rare
+
+    usual = {name for name, body in bodies.items() if body.startswith("ENTRY ")}
+    while more := {each for name in usual for each in taken(name)} - usual:
+        usual |= more
+    counts = Counter((*one, name not in usual) for name, each in found.items() for one in each)
     for (op, dtype, shape, unusual), count in counts.items():
         yield Collective(op=op, axes=(), dtype=dtype, shape=shape, count=count, rare=unusual)
 

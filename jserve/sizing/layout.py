@@ -108,7 +108,7 @@ def mesh_of_options(config: EngineConfig) -> tuple[AbstractMesh, ShardRules]:
         sizes = options.mesh_shape
         return abstract_mesh(sizes), ShardRules.of_mesh(sizes, options.num_redundant_experts)
     sharding = Sharding.of(options.sharding)
-    sizes = dict(sharding.mesh)
+    sizes = sharding.sizes
     rules = ShardRules.of_sharding(sharding, sizes, options.num_redundant_experts)
     return abstract_mesh(sizes), rules
 

@@ -42,7 +42,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
 def _draw_exposed(axis: Any, rows: Sequence[Row], i: int) -> None:
     """Of the program of each sharding that takes a priced step, the time of its twin and the rest."""
-    ran = [row for row in rows if row["live"]["programs"]]
+    ran = [row for row in rows if row["live"]["programs"][i]["exposed_ms"] is not None]
     programs = [row["live"]["programs"][i] for row in ran]
     specs, exposed = [row["spec"] for row in ran], [p["exposed_ms"] for p in programs]
     work = [p["step_ms"] - p["exposed_ms"] for p in programs]
@@ -125,7 +125,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
     if live := row.get("live"):
         same = f"{live['other_requests']} of {live['requests']}"
         first = f", {live['first_other']} first" if live["first_other"] else ""
-        programs = "\n".join(map(_program_in_short, live["programs"])) or "XLA's, not known here"
+        programs = "\n".join(map(_program_in_short, live["programs"]))
         cells += [f"{live['step_ms']:.2f}", programs, f"{live['output_tok_s']:.0f}", same + first]
     return cells
 
@@ -137,8 +137,8 @@ def _cost_in_short(seen: dict[str, Any]) -> str:
 
 
 def _program_in_short(p: dict[str, Any]) -> str:
-    size = f"{p['collective_mib']:.2f}, {p['exposed_ms']:.2f}; {p['step_ms']:.2f}"
-    return f"{p['collectives']}, {size}"
+    exposed = "-" if p["exposed_ms"] is None else f"{p['exposed_ms']:.2f}"
+    return f"{p['collectives']}, {p['collective_mib']:.2f}, {exposed}; {p['step_ms']:.2f}"
 
 
 def _kv_in_short(kv: dict[str, Any]) -> str:

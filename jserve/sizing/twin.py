@@ -23,7 +23,7 @@ from jax.extend import core
 from jserve.model.step import make_step
 from jserve.model.view import Bucket
 from jserve.runner.runner import ModelRunner
-from jserve.sizing.explain import PRIMITIVES, traced
+from jserve.sizing.explain import PRIMITIVES, of_program, traced
 
 WARM = 3
 """Steps of each program that are not timed."""
@@ -39,25 +39,23 @@ class StepCost:
     collective_mib: float
     """Of their results on a device. Those of branches that few steps take are left out."""
     step_ms: float
-    exposed_ms: float
-    """Of ``step_ms``, what the twin does not take; 0 where noise is more."""
+    exposed_ms: float | None
+    """Of ``step_ms``, what the twin does not take; 0 where noise is more. None: mode auto, whose steps have no twin."""
 
 
 def step_cost(runner: ModelRunner, bucket: Bucket, repeats: int) -> StepCost:
     """Times a step of made-up greedy rows that fill ``bucket``, and its twin, compiled alike, in turns. What slots and
-    pages hold is lost; nothing is in flight. Of mode manual: the collectives of mode auto are in no trace."""
-    args, step = runner.made_up(bucket), make_step(runner.model, bucket)
-    closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-    tree = jax.tree.structure(shapes)
-
-    def twin(*args: Any) -> Any:
-        flat = core.jaxpr_as_fun(without_collectives(closed))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(tree, flat)
-
-    lowered, options = jax.jit(twin, donate_argnums=(1,)).lower(*args), runner.programs.options
-    programs = runner.programs.step(bucket), lowered.compile(dict(options or {}))
+    pages hold is lost; nothing is in flight. The collectives of mode auto are in no trace, but in the program's text.
+    """
+    args, programs = runner.made_up(bucket), [runner.programs.step(bucket)]
+    if runner.model.rules.auto:
+        found = of_program(runner.programs.hlo(bucket))
+    else:
+        closed, twin = _twin(runner, bucket, args)
+        found = traced(closed.jaxpr)
+        programs.append(twin)
     params, state, buf = args
-    seconds: list[list[float]] = [[], []]
+    seconds: list[list[float]] = [[] for _ in programs]
     for turn in range(WARM + repeats):
         for program, taken in zip(programs, seconds, strict=True):
             began = time.perf_counter()
@@ -66,16 +64,30 @@ def step_cost(runner: ModelRunner, bucket: Bucket, repeats: int) -> StepCost:
             if turn >= WARM:
                 taken.append(time.perf_counter() - began)
     runner.state = state
-    usual = [c for c in traced(closed.jaxpr) if not c.rare]
-    whole, alone = map(median, seconds)
+    usual = [c for c in found if not c.rare]
+    whole, *alone = map(median, seconds)
     return StepCost(
         decode_rows=bucket.D,
         prefill_tokens=bucket.P,
         collectives=sum(c.count for c in usual),
         collective_mib=sum(c.n_bytes for c in usual) / 2**20,
         step_ms=whole * 1e3,
-        exposed_ms=max(0.0, whole - alone) * 1e3,
+        exposed_ms=max(0.0, whole - alone[0]) * 1e3 if alone else None,
     )
+
+
+def _twin(runner: ModelRunner, bucket: Bucket, args: Any) -> tuple[core.ClosedJaxpr, Any]:
+    """(the step as traced, its twin as compiled)."""
+    step = make_step(runner.model, bucket)
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+    tree = jax.tree.structure(shapes)
+
+    def twin(*args: Any) -> Any:
+        flat = core.jaxpr_as_fun(without_collectives(closed))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(tree, flat)
+
+    lowered, options = jax.jit(twin, donate_argnums=(1,)).lower(*args), runner.programs.options
+    return closed, lowered.compile(dict(options or {}))
 
 
 def without_collectives(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

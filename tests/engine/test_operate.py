@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from jserve.engine.wire import Control
 from jserve.errors import ConfigError, WeightsError
 from jserve.kv_layout import Span
 from jserve.sampling import SamplingParams
-from jserve.sched.record.journal import JournalFile, Operated, read_events
+from jserve.sched.record.journal import JournalFile, Operated, Reweighed, read_events
 from jserve.sched.record.replay import replay
 from jserve.sched.scheduler import Scheduler
 from jserve.testing.group_rows import GroupRow
@@ -70,9 +71,10 @@ class WeighedRunner(FakeRunner):
             raise ZeroDivisionError
         if source == NOWHERE:
             raise ConfigError("no such directory", field="model")
+        number = source if isinstance(source, int) else int(Path(source).read_text())
         self.old = self.weights if beside else None
-        self.weights, self.gone = source, ""
-        return f"stamp {source}"
+        self.weights, self.gone = number, ""
+        return f"stamp {number}"
 
     def weights_fault(self) -> str:
         return self.gone
@@ -463,6 +465,32 @@ def test_sleep_stops_all_and_wake_goes_on_with_the_same_tokens() -> None:
     assert by_choice(outputs) == by_choice(alone(r))
 
 
+@pytest.mark.parametrize("mode", ["abort", "finish", "keep"])
+def test_sleep_has_the_modes_of_pause(mode: str) -> None:
+    engine = engine_of()
+    first, second = (
+        Request(id=name, prompt_ids=(1, 2, 3), params=SamplingParams(temperature=0, max_tokens=9))
+        for name in ("first", "second")
+    )
+    engine.submit(first)
+    outputs = engine.step() + engine.step()
+    ask(engine, "sleep", running=mode, parts=["weights"])
+    engine.submit(second)
+    outputs += engine.drain()
+    (answer,) = engine.take_answers()
+    assert answer.info["asleep"] == ["weights"]
+    assert "second" not in {out.request_id for out in outputs}
+    ends = [out.finish for out in outputs if out.finish is not None]
+    assert ends == {"abort": [Finish.ABORT], "finish": [Finish.LENGTH], "keep": []}[mode]
+    refused, _ = told(engine, "sleep", running="beside")
+    assert refused.error_field == "running"
+    ask(engine, "wake")
+    outputs += engine.drain()
+    found, whole = by_choice(outputs), by_choice(alone(first))["first", 0][0]
+    assert found["second", 0] == (whole, [Finish.LENGTH])
+    assert found["first", 0][0] == whole[: None if mode != "abort" else len(found["first", 0][0])]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_journal_with_other_weights_replays(seed: int, tmp_path: Any) -> None:
     path, rng = tmp_path / "journal.jsonl", random.Random(seed)
@@ -473,6 +501,44 @@ def test_a_journal_with_other_weights_replays(seed: int, tmp_path: Any) -> None:
     again = replay(path, LIMITS, CONFIG)
     assert again.n_steps == engine.scheduler.n_steps
     assert sorted(again.outputs, key=repr) == sorted(outputs, key=repr)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_on_a_device_has_the_weights_of_directories(seed: int, tmp_path: Path) -> None:
+    """Until one is gone or has become another; what came otherwise is nowhere."""
+    path, rng = tmp_path / "journal.jsonl", random.Random(seed)
+    files = [tmp_path / name for name in ("one", "two", "three")]
+    for i, file in enumerate(files, 1):
+        file.write_text(str(i))
+    with path.open("wb") as file:
+        engine = engine_of(strict=False, journal=JournalFile(file))
+        for part, policy in enumerate(("recompute", "beside", "mix")):
+            for r in workload(rng):
+                engine.submit(dataclasses.replace(r, id=f"{part}{r.id}"))
+            engine.step()
+            engine.step()
+            ask(engine, "update_weights", source=str(files[part]), running=policy)
+            engine.drain()
+            assert [a.error for a in engine.take_answers()] == [None]
+
+    def until() -> tuple[str, int]:
+        done = replay(path, LIMITS, CONFIG, runner=WeighedRunner(strict=False))
+        assert done.n_steps == engine.scheduler.n_steps
+        return done.until, done.n_tokens
+
+    lines = [n for n, e in enumerate(read_events(path), 1) if isinstance(e, Reweighed)]
+    why, whole = until()
+    assert why == ""
+    files[2].write_text("4")
+    assert until()[0] == f"line {lines[2]}: other weights, 3: {files[2]} has other files than then"
+    files[1].unlink()
+    why, fewer = until()
+    assert why == f"line {lines[1]}: other weights, 2: {files[1]} is no longer there"
+    assert 0 < fewer < whole
+    with path.open("wb") as file:
+        engine = engine_of(journal=JournalFile(file))
+        told(engine, "update_weights", source=7, version="seven")
+    assert until()[0] == "line 1: other weights, seven: they came from no directory"
 
 
 def test_a_journal_with_pauses_and_sleep_replays(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -37,31 +38,31 @@ def summed(parts: np.ndarray, mesh: Any, axis: Any, dtype: Any) -> np.ndarray:
     return np.asarray(jax.jit(one)(parts))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [((2,), "x"), ((3,), "x"), ((4,), "x"), ((8,), "x"), ((2, 2), "xy"), ((2, 4), "yx")],
+    ids=str,
+)
 @pytest.mark.parametrize("D", [64, 37])
-def test_partial_sums_are_rounded_once_and_added_in_float32(n: int, D: int) -> None:
+def test_partial_sums_are_rounded_once_and_added_in_float32(
+    shape: tuple[int, ...], order: str, D: int
+) -> None:
+    """Where each device adds a part of them, that is rounded too. Of several axes the outermost one counts slowest."""
+    axis, n = tuple(order) if len(order) > 1 else order, math.prod(shape)
     parts = np.random.default_rng(n).standard_normal((n, 5, D)).astype(np.float32)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ("tp",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(shape), ("x", "y")[: len(shape)])
     want = parts.astype(BF16).astype(np.float32)
     total = want[0]
     for part in want[1:]:
         total = total + part
     if n > FEW:
         total = total.astype(BF16).astype(np.float32)
-    got = summed(parts, mesh, "tp", jnp.bfloat16)
+    got = summed(parts, mesh, axis, jnp.bfloat16)
     np.testing.assert_array_equal(got, np.broadcast_to(total, got.shape))
-    exact = summed(parts, mesh, "tp", jnp.float32)
+    exact = summed(parts, mesh, axis, jnp.float32)
     np.testing.assert_allclose(
         exact, np.broadcast_to(parts.sum(0), exact.shape), rtol=2e-6, atol=1e-6
     )
-
-
-def test_over_several_axes_of_a_mesh() -> None:
-    parts = np.random.default_rng(0).standard_normal((4, 3, 16)).astype(np.float32)
-    mesh = mesh_of(Sharding.of({"mesh": {"x": 2, "y": 2}, "rules": {"ffn": ["x", "y"]}}))
-    got = summed(parts, mesh, ("x", "y"), jnp.bfloat16)
-    want = parts.astype(BF16).astype(np.float32).sum(0)
-    np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("axes", [("x",), ("x", "y"), ("y", "x")], ids=str)
@@ -83,8 +84,10 @@ def test_parts_of_sums_are_gathered_in_their_order(axes: tuple[str, ...]) -> Non
         np.testing.assert_allclose(jax.jit(both)(parts), want, rtol=1e-6, atol=1e-6)
 
 
-def exchanged(tp: int, dtype: str, sums: str) -> list[tuple[str, str, tuple[int, ...], int]]:
-    spec = {"mesh": {"tp": tp}, "sums": sums}
+def exchanged(
+    tp: int, dtype: str, sums: str, **more: Any
+) -> list[tuple[str, str, tuple[int, ...], int]]:
+    spec = {"mesh": {"tp": tp}, "sums": sums, **more}
     decode, _ = explain_sharding("checkpoints/jserve-mini", spec, dtype=dtype).programs
     return sorted((c.op, c.dtype, c.shape, c.count) for c in decode.collectives or ())
 
@@ -96,6 +99,11 @@ def test_the_collectives_are_half_as_wide() -> None:
     assert ("all-gather", "bfloat16", (T, D), n) in after
     assert not [c for c in after if c[0] == "all-reduce"]
     assert [c for c in after if c[1] == "float32"] == [c for c in before if c[0] == "all-gather"]
+    two_axes: dict[str, Any] = {
+        "mesh": {"x": 2, "y": 2},
+        "rules": {name: ["x", "y"] for name in ("kv_heads", "ffn", "vocab")},
+    }
+    assert exchanged(4, "bfloat16", "weights", **two_axes) == after
     two = exchanged(2, "bfloat16", "weights")
     assert ("all-gather", "bfloat16", (2, T, D), n) in two
 

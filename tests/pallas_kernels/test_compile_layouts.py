@@ -32,6 +32,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "one device": {"mesh": {"tp": 1}, "sums": "weights"},
     REPEATED: {"mesh": {"tp": 8}},
     "2D, 4": {"mesh": FOUR, "rules": {"kv_heads": "y", "ffn": ["x", "y"], "vocab": "x"}},
+    "2D, width": {"mesh": XY, "rules": {**WIDE, "vocab": "y"}},
+    "split residual, 2D": {"mesh": FOUR, "rules": ALL, "residual": "split"},
     "both, 2D": {
         "mesh": XY,
         "rules": {**ALL, "kv_heads": "y", "vocab": "x"},

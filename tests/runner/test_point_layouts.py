@@ -1,5 +1,5 @@
-"""Taps and steering where the model lies on several devices, its residual stream whole or split over the tokens of
-prompts: values and tokens of one device."""
+"""Taps and steering where the model lies on several devices, its residual stream whole, split over the tokens of
+prompts, or over its width: values and tokens of one device."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ SPECS: dict[str, dict[str, Any]] = {
         "mesh": {"tp": 8},
         "residual": "split",
         "logits": "split",
+    },
+    "width": {
+        "mesh": {"x": 2, "y": 2},
+        "rules": {"embed": "x", "kv_heads": "y", "ffn": "y", "vocab": "y"},
+    },
+    "auto": {
+        "mesh": {"x": 2, "y": 2},
+        "mode": "auto",
+        "rules": {"embed": "x", "kv_heads": "y", "ffn": "y", "vocab": "x"},
     },
 }
 TAPS = {

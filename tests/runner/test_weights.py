@@ -248,7 +248,7 @@ def adapter(arch: Any, scale: float = 0.5) -> tuple[AdapterDelta, dict[str, np.n
 def test_an_adapter_is_added_to_the_weights_in_use(tp: int, V: int) -> None:
     """Wherever parts of the tensor lie, repeated kv heads included."""
     model, update, own, _ = bf16_update(tp, V)
-    before = jax.tree.map(np.asarray, own)
+    before, leaves = jax.tree.map(np.array, own), jax.tree.leaves(own)
     delta, dense = adapter(model.arch)
     canonical = LLAMA.specs(model.arch, 1)
     parts = {part.name: part.shape for _, spec in named(canonical) for part in spec.parts}
@@ -271,6 +271,53 @@ def test_an_adapter_is_added_to_the_weights_in_use(tp: int, V: int) -> None:
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(before), strict=True)
     ]
     assert sum(changed) == 3
+    assert sum(a is not b for a, b in zip(jax.tree.leaves(new), leaves, strict=True)) == 3
+
+
+@pytest.mark.parametrize("form", ["the engine's own", "numpy", "float32", "nnx state"])
+@pytest.mark.parametrize(("tp", "V"), [(1, 128), (2, 101)])
+def test_a_part_leaves_the_rest_where_it_is(
+    tp: int, V: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's arrays are its own afterwards, and what lies as the engine's does is copied on the devices."""
+    model, update, own, given = bf16_update(tp, V)
+    args = (model.specs(), model.mesh, model.rules)
+    canonical = LLAMA.specs(model.arch, 1)
+    want = adopt(given, *args, jnp.bfloat16, canonical=canonical)
+    made = {
+        "the engine's own": want,
+        "numpy": jax.tree.map(lambda x: x.astype(jnp.bfloat16), given),
+        "float32": adopt(given, *args, jnp.float32, canonical=canonical),
+        "nnx state": given,
+    }[form]
+    some: Any = {"embed": made["embed"], "layers": {1: {"down": made["layers"][1]["down"]}}}
+    if isinstance(some["embed"], np.ndarray):
+        some = jax.tree.map(np.array, some)
+    if form == "nnx state":
+        some = nnx.State(jax.tree.map(nnx.Param, some))
+    before, theirs = jax.tree.leaves(own), jax.tree.map(np.array, want)
+    compiles, through_host = n_compiles(), list[str]()
+    monkeypatch.setattr(
+        weights, "in_host_memory", lambda *a: through_host.append(a[0].name) or in_host_memory(*a)
+    )
+    new = update(own, some, some=True)
+    assert n_compiles() == compiles
+    assert through_host == ([] if form == "the engine's own" else ["embed", "layers.1.down"])
+    for leaf in jax.tree.leaves(some):
+        if isinstance(leaf, np.ndarray):
+            leaf[...] = 7
+        elif isinstance(leaf, jax.Array):
+            leaf.delete()
+    names = [name for name, _ in named(model.specs())]
+    for name, old, leaf, other in zip(
+        names, before, jax.tree.leaves(new), jax.tree.leaves(theirs), strict=True
+    ):
+        if name in ("embed", "layers.1.down"):
+            assert old.is_deleted()
+            assert leaf.sharding.is_equivalent_to(old.sharding, leaf.ndim)
+            np.testing.assert_array_equal(np.asarray(leaf), other)
+        else:
+            assert leaf is old, name
 
 
 @pytest.mark.parametrize(

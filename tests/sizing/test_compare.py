@@ -179,7 +179,8 @@ def test_what_runs_here_has_panels_of_its_own(tmp_path: Path) -> None:
     made["steps"] = [{"step_ms": 2.0, "collective_ms": 1.0}] * 2
     live = {"step_ms": 9.0, "programs": [program, program]}
     both = [made | {"spec": "tp=2", "live": live}]
-    both += [made | {"spec": "by XLA", "live": live | {"programs": []}}]
+    whole = program | {"exposed_ms": None}
+    both += [made | {"spec": "by XLA", "live": live | {"programs": [whole, whole]}}]
     show_compare.draw(both, tmp_path / "a.svg", "title")
     said = re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text())
     assert said.count("exposed collectives") == 2
@@ -187,6 +188,7 @@ def test_what_runs_here_has_panels_of_its_own(tmp_path: Path) -> None:
     assert said.count("tp=2") == 5
     assert said.count("by XLA") == 3
     assert show_compare._program_in_short(program) == "3, 0.50, 2.00; 5.00"
+    assert show_compare._program_in_short(whole) == "3, 0.50, -; 5.00"
 
 
 def test_one_device_has_no_collectives() -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jserve import Sharding, explain_sharding
 from jserve.errors import ConfigError
+from jserve.model.hand import step_model_of
 from jserve.model.mesh import mesh_of
 from jserve.model.shard import ShardRules, padded
+from jserve.model.step import make_step
+from jserve.model.view import buffer_size
 from jserve.sizing.compiled import exchanged
-from jserve.sizing.explain import of_program
+from jserve.sizing.explain import BUCKETS, Collective, of_program
 from jserve.sizing.models import find
 from jserve.weights.dummy import draw_all
 from jserve.weights.place import tp_size
+from tests.whole.equal import TINY
 
 MINI = "checkpoints/jserve-mini"
 MANUAL = {
@@ -59,6 +67,43 @@ def test_a_manual_step_has_the_collectives_of_what_is_split():
     assert sum(c.n_bytes for c in decode.collectives or ()) == 4 * 8 * (
         (2 * arch.L + 1) * arch.D + arch.V
     )
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one axis": {"mesh": {"tp": 4}},
+    "split logits": {"mesh": {"tp": 4}, "logits": "split"},
+    "width": {
+        "mesh": {"x": 2, "y": 2},
+        "rules": {"embed": "x", "kv_heads": "y", "ffn": "y", "vocab": "y"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "split logits" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
+)
+def test_a_compiled_step_has_the_collectives_that_are_explained(name: str, tmp_path: Path):
+    """XLA adds none, leaves none out, and widens none."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    explained = explain_sharding(str(tmp_path), LAYOUTS[name])
+    found, mesh = find(str(tmp_path)), mesh_of(explained.sharding)
+    rules = ShardRules.of_sharding(explained.sharding, mesh.shape)
+    model = step_model_of(found.family, found.arch, mesh=mesh, rules=rules, dtype=found.dtype)
+    for bucket, program in zip(BUCKETS, explained.programs, strict=True):
+        buf = jax.ShapeDtypeStruct((buffer_size(model.fields(bucket)),), jnp.int32)
+        args = (model.abstract_params(), model.abstract_state(), buf)
+        compiled = jax.jit(make_step(model, bucket), donate_argnums=1).lower(*args).compile()
+        made = [c for c in of_program(compiled.as_text() or "") if not c.rare]
+        assert summed(made) == summed(program.usual)
+
+
+def summed(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+    """Number and bytes of each kind."""
+    total: dict[str, tuple[int, int]] = {}
+    for c in collectives:
+        n, n_bytes = total.get(c.op, (0, 0))
+        total[c.op] = n + c.count, n_bytes + c.n_bytes
+    return total
 
 
 def test_more_devices_than_there_are_can_be_explained():
@@ -132,6 +177,17 @@ def test_collectives_of_a_program_are_read_from_its_text() -> None:
     }
     rare = Counter({c.op: c.count for c in found if c.rare})
     assert rare == {"all-reduce": 1, "all-gather": 1}
+    deeper = PROGRAM.replace(
+        "ROOT %s = f32[8,128]{1,0} all-gather(%r), dimensions={1}",
+        "ROOT %s = f32[8,128]{1,0} conditional(%i, %r, %r), branch_computations={%none, %few}",
+    ).replace("\n%many", "\n%none (p: f32[8,64]) -> f32[8,64] {\n}\n\n%many")
+    counted = {c.op: c.count for c in of_program(deeper) if not c.rare and c.shape == (8, 64)}
+    assert counted == {"all-reduce": 2}, "of the usual branch too, which another one calls as well"
+    deeper = deeper.replace("{%none, %few}", "{%none, %other}")
+    other = "%other (p: f32[8,64]) -> f32[8,64] {\n  ROOT %u = f32[8,64]{1,0} all-reduce(%p)\n}"
+    deeper = deeper.replace("\n%many", f"\n{other}\n\n%many")
+    rare = Counter({c.op: c.count for c in of_program(deeper) if c.rare})
+    assert rare == {"all-reduce": 2}, "%many, and what it alone calls"
     figures = exchanged(PROGRAM, {"x": 2, "y": 4})
     n_bytes = 2 * 2048 + (2048 + 8) + 8192 + 20
     assert figures["collective_mib"] == pytest.approx(n_bytes / 2**20)

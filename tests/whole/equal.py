@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
+from jserve.fleet.data_parallel import DataParallelEngine
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
 from jserve.model.mesh import make_mesh, mesh_of
@@ -96,6 +97,7 @@ def make_runner(
     speculation: Callable[..., Any] | None = None,
     buckets: Seq[Bucket] = BUCKETS,
     sharding: Any = None,
+    mesh: Any = None,
     model: Mapping[str, Any] = MappingProxyType({}),
     weights: Weights | None = None,
     **options: Any,
@@ -104,12 +106,13 @@ def make_runner(
     ``speculation`` makes of its arch, its parameters and the mesh.
 
     Args:
+        mesh: of other devices than the first ones.
         model: other values in its config.
         weights: others than those of ``drawn``; ``tests.whole.quantised`` has quantised ones.
     """
     stated = {**TINY, **model}
     asked = Sharding.of(sharding or f"tp={tp}")
-    mesh = mesh_of(asked)
+    mesh = mesh_of(asked) if mesh is None else mesh
     rules = ShardRules.of_sharding(asked, mesh.shape)
     family, arch, params = (weights or drawn)(stated, mesh, rules)
     ladder = Ladder(buckets=tuple(buckets))
@@ -169,6 +172,9 @@ class RandomBuckets:
     def launch(self, plan: StepPlan) -> InFlight:
         fitting = [b for b in BUCKETS if Needs.of(plan).fit(b)]
         return self.runner.launch(plan, self.rng.choice(fitting))
+
+    def is_done(self, flight: InFlight) -> bool:
+        return self.runner.is_done(flight)
 
     def collect(self, flight: InFlight) -> Any:
         return self.runner.collect(flight)
@@ -272,7 +278,7 @@ Answer = tuple[list[int], str, list[float] | None, Any]
 
 
 def run(
-    runner: ModelRunner,
+    runner: ModelRunner | Seq[ModelRunner],
     requests: list[Request],
     way: Way,
     rng: random.Random,
@@ -300,7 +306,7 @@ def alone(runner: ModelRunner, requests: Seq[Request]) -> dict[tuple[str, int], 
 
 
 def outputs_of(
-    runner: ModelRunner,
+    runner: ModelRunner | Seq[ModelRunner],
     requests: list[Request],
     way: Way,
     rng: random.Random,
@@ -308,12 +314,11 @@ def outputs_of(
     proposer: Proposer | None = None,
     preempts: bool = False,
 ) -> list[Output]:
-    """What the engine said, in order.
+    """What the engine said, in order; of several runners, what an engine of groups of devices did.
 
     ``proposer`` drafts in every row it can, whatever that is worth; ``preempts``: after each step
     someone loses its pages.
     """
-    limits = dataclasses.replace(runner.limits, n_pages=way.n_pages, n_vocab_rows=way.n_vocab_rows)
     config = EngineConfig.of(
         **OPTIONS
         | {
@@ -325,18 +330,26 @@ def outputs_of(
     )
     if proposer is None and way.drafts:
         proposer = Guesses(truth or {}, rng)
-    scheduler = Scheduler(limits, config, proposer=proposer)
-    drafting = scheduler.speculation
-    drafting.costs, drafting.min_speed = FREE, 0.0
-    device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
-    engine = Engine(scheduler, device, overlap=way.overlap)
+
+    def engine_of(runner: ModelRunner) -> Engine:
+        sizes = {"n_pages": way.n_pages, "n_vocab_rows": way.n_vocab_rows}
+        limits = dataclasses.replace(runner.limits, **sizes)
+        scheduler = Scheduler(limits, config, proposer=proposer)
+        drafting = scheduler.speculation
+        drafting.costs, drafting.min_speed = FREE, 0.0
+        device: Any = RandomBuckets(runner, rng) if way.random_buckets else runner
+        return Engine(scheduler, device, overlap=way.overlap)
+
+    engines = [engine_of(each) for each in (runner if isinstance(runner, Seq) else [runner])]
+    engine = engines[0] if len(engines) == 1 else DataParallelEngine(engines)
     waiting, outputs = list(requests), []
     for _ in range(4000):
         while waiting and (rng.random() < 0.4 or not engine.busy):
             engine.submit(waiting.pop(0))
         outputs += engine.step()
         if preempts:
-            _preempt(scheduler, rng)
+            for each in engines:
+                _preempt(each.scheduler, rng)
         if not waiting and not engine.busy:
             break
     assert not engine.busy, "the workload did not end"

@@ -20,6 +20,7 @@ from jserve.sharding import Sharding
 from jserve.sizing.twin import StepCost
 
 SPLIT = '{"mesh":{"tp":2},"sums":"weights","logits":"split"}'
+BY_XLA = '{"mesh":{"tp":2},"mode":"auto","rules":{"kv_heads":"tp","ffn":"tp","vocab":"tp"}}'
 SMALL = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--max-model-len", "160"]
 COST = StepCost(
     decode_rows=2, prefill_tokens=0, collectives=0, collective_mib=0.0, step_ms=1.0, exposed_ms=0.0
@@ -48,18 +49,22 @@ def ran(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_sharding_draws_the_same_tokens(tiny_dir: Path) -> None:
-    code, specs = ran(tiny_dir, "tp=1", "tp=2", SPLIT)
+    code, specs = ran(tiny_dir, "tp=1", "tp=2", SPLIT, BY_XLA)
     rows = [row["live"] for row in specs]
     assert code == 0
-    assert [row["other_requests"] for row in rows] == [0, 0, 0]
+    assert [row["other_requests"] for row in rows] == [0, 0, 0, 0]
     assert all(row["requests"] == 4 and row["step_ms"] > 0 for row in rows)
     layers = json.loads((tiny_dir / "config.json").read_text())["num_hidden_layers"]
-    for row, n in zip(rows, (0, 2 * layers + 2, None), strict=True):
+    for row, n in zip(rows, (0, 2 * layers + 2, None, None), strict=True):
         assert [p["prefill_tokens"] > 0 for p in row["programs"]] == [False, True]
         for program in row["programs"]:
             assert n is None or program["collectives"] == n
             assert (program["collective_mib"] > 0) == (program["collectives"] > 0)
-            assert 0 <= program["exposed_ms"] < program["step_ms"]
+            assert program["step_ms"] > 0
+            assert row is rows[3] or 0 <= program["exposed_ms"] < program["step_ms"]
+    for program in rows[3]["programs"]:
+        assert program["exposed_ms"] is None, "it has no twin"
+        assert program["collectives"] >= 2 * layers
 
 
 def children(monkeypatch: pytest.MonkeyPatch, *codes: str) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ import random
 import numpy as np
 import pytest
 
+from jserve.model.mesh import group_meshes
+from jserve.sharding import Sharding
 from tests.whole import equal
 
 slow = pytest.mark.slow
@@ -111,6 +113,11 @@ SHARDINGS = {
         "residual": "split",
         "sums": "weights",
     },
+    "2D, width": {
+        "mesh": XY,
+        "rules": {"embed": "x", "kv_heads": "y", "ffn": "y", "vocab": "y"},
+    },
+    "groups of devices": {"mesh": {"dp": 2, **XY}, "rules": BOTH, "logits": "split"},
     "auto": {"mesh": XY, "mode": "auto", "rules": {"kv_heads": "x", "ffn": ["x", "y"]}},
     "auto, 2D": {
         "mesh": XY,
@@ -128,7 +135,10 @@ SHARDINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_any_sharding_equals_one_device(runner, name: str) -> None:
-    sharded = equal.make_runner(sharding=SHARDINGS[name])
+    sharding = Sharding.of(SHARDINGS[name])
+    sharded = [
+        equal.make_runner(sharding=sharding.group, mesh=mesh) for mesh in group_meshes(sharding)
+    ]
     for seed in range(60, 62):
         check_workload(runner, seed, sharded)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -335,6 +338,52 @@ async def test_async_generate_streams_and_cancels(tiny_dir: Path, llm: LLM) -> N
         await half.aclose()
         again = [o async for o in made.generate("the quick", GREEDY)]
         assert again[-1].outputs[0].token_ids == want
+
+
+async def test_the_async_door_takes_arrays_and_a_mesh_and_is_operated(
+    tiny_dir: Path, llm: LLM
+) -> None:
+    """As ``LLM`` does; a trainer's arrays are its own once the engine has started."""
+    here, other = jax.devices()[:2]
+    own = llm._engine.runner.params  # type: ignore[attr-defined]
+    host = jax.tree.map(np.asarray, own)
+    given = jax.device_put(host, here)
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(given)]
+    want = llm.generate("the quick", GREEDY)[0].outputs[0].token_ids
+
+    async def tokens() -> list[int]:
+        outs = [out async for out in made.generate("the quick", GREEDY)]
+        return outs[-1].outputs[0].token_ids
+
+    mesh = jax.make_mesh((1,), ("tp",), devices=[other])
+    async with AsyncLLM(str(tiny_dir), params=given, mesh=mesh, **SMALL_OPTIONS) as made:
+        del given
+        gc.collect()
+        assert all(ref() is None for ref in refs), "the engine keeps what it has copied"
+        assert made.engine.info["device"].startswith("1 x")
+        assert await tokens() == want
+        assert (await made.pause()).paused
+        waits = asyncio.create_task(tokens())
+        new = {**host, "final_norm": -host["final_norm"]}
+        assert (await made.update_weights(new, version="new")).version == "new"
+        assert not waits.done()
+        assert not (await made.resume()).paused
+        changed = await waits
+        assert changed != want
+        assert (await made.sleep()).asleep == ("kv", "weights")
+        waits = asyncio.create_task(tokens())
+        assert (await made.wake(["weights"])).asleep == ("kv",)
+        assert not waits.done()
+        assert (await made.wake()).asleep == ()
+        assert await waits == changed
+        await made.update_weights(host)
+        assert await tokens() == want
+        for leaf in jax.tree.leaves(own):
+            assert leaf.devices() == {here}
+    for name in ("params", "mesh"):
+        with pytest.raises(ConfigError) as caught:
+            AsyncLLM(str(tiny_dir), **{name: host}, replicas=2, **SMALL_OPTIONS)
+        assert caught.value.field == name
 
 
 @pytest.mark.slow

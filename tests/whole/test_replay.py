@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from jserve import LLM, SamplingParams, faults
@@ -17,6 +20,7 @@ from jserve.cli import app
 from jserve.sampling import StructuredOutputs
 from jserve.sched.record.journal import Array, Committed, Event
 from tests.whole.conftest import SMALL_OPTIONS
+from tests.whole.test_weights import drawn, names_of
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -138,6 +142,46 @@ def test_another_decision_is_named(journal: Path, tmp_path: Path) -> None:
     failed = run(other)
     assert failed.exit_code == 1
     assert f"line {at[3] + 1}" in failed.stderr.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_weights_of_a_directory_are_computed_with_again(tiny_dir: Path, tmp_path: Path) -> None:
+    """By tokens of both; where the directory is gone it ends there, and says so."""
+    path, (first, other) = tmp_path / "run.journal", (tmp_path / "first", tmp_path / "other")
+    for seed, directory in enumerate((first, other)):
+        shutil.copytree(tiny_dir, directory)
+        tensors = names_of(drawn(tiny_dir, seed), tiny_dir)
+        save_file(tensors, directory / "model.safetensors")
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    options = SMALL_OPTIONS | {"load_format": "auto", "journal": str(path)}
+    with LLM(str(first), **options) as made:
+        said = [made.generate("the quick", params)[0].outputs[0].token_ids]
+        for source in (other, first):
+            made.update_weights(source)
+            said.append(made.generate("the quick", params)[0].outputs[0].token_ids)
+    assert said[0] == said[2] != said[1]
+    done = run(path, "--device")
+    assert done.exit_code == 0, done.output
+    assert " 60 tokens computed again" in done.stdout
+    assert "computed up to" not in done.stdout
+    shutil.rmtree(other)
+    done = run(path, "--device")
+    assert done.exit_code == 0, done.output
+    assert " 20 tokens computed again" in done.stdout
+    assert f"other weights, 1: {other} is no longer there" in done.stdout.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_journal_of_another_layout_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    """Which a mesh of the program's own made, that no option tells."""
+    path = tmp_path / "run.journal"
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+    with LLM(str(tiny_dir), mesh=mesh, **SMALL_OPTIONS, journal=str(path)) as made:
+        made.generate("the quick", SamplingParams(temperature=0, max_tokens=3))
+    failed = run(path, "--device")
+    assert failed.exit_code == 2
+    assert "sharding: tp=2" in failed.stderr
+    assert run(path).exit_code == 0
 
 
 @pytest.mark.slow

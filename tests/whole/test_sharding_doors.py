@@ -15,9 +15,15 @@ import yaml
 from jax.sharding import AxisType, Mesh
 from typer.testing import CliRunner
 
-from jserve import LLM, SamplingParams, Sharding, build
+from jserve import LLM, SamplingParams, Sharding, build, explain_sharding
 from jserve.cli import app
+from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.mesh import group_meshes
+from jserve.sim.roofline import CHIPS
+from jserve.sizing.compare import simulation
+from jserve.sizing.layout import lay_out
+from jserve.sizing.models import find
 from tests.whole.conftest import SMALL_OPTIONS
 from tests.whole.test_serve import Server, client
 
@@ -27,9 +33,9 @@ PROMPTS = [[5, 7, 9], [11] * 20]
 PARAMS = [SamplingParams(max_tokens=6, temperature=float(i), seed=i) for i in range(2)]
 
 
-def mesh(*names: str) -> Mesh:
+def mesh(*names: str, kind: AxisType = AxisType.Auto) -> Mesh:
     """Of devices that are not the first ones."""
-    types = (AxisType.Auto,) * len(names)
+    types = (kind,) * len(names)
     return jax.make_mesh((2, 2), names, axis_types=types, devices=jax.devices()[4:8])
 
 
@@ -50,10 +56,48 @@ def drawn(model: Path, **options: Any) -> tuple[list[Any], set[int]]:
 def test_a_mesh_of_the_programs_own_with_axes_of_any_names(tiny_dir: Path) -> None:
     want, one = drawn(tiny_dir)
     assert len(one) == 1
-    for sharding in ({"rules": RULES}, Sharding.of({"rules": RULES, "mode": "auto"})):
-        got, devices = drawn(tiny_dir, mesh=mesh("rows", "columns"), sharding=sharding)
-        assert got == want
-        assert devices == {4, 5, 6, 7}
+    for mode in ("manual", "auto"):
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            given = mesh("rows", "columns", kind=kind)
+            sharding = Sharding.of({"rules": RULES, "mode": mode})
+            got, devices = drawn(tiny_dir, mesh=given, sharding=sharding)
+            assert got == want, (mode, kind)
+            assert devices == {4, 5, 6, 7}
+
+
+def test_a_mesh_with_explicit_axes_is_taken_as_auto() -> None:
+    """A plain ``jax.make_mesh`` makes such ones."""
+    given = mesh("dp", "tp", kind=AxisType.Explicit)
+    groups = [group_meshes(Sharding(), given)]
+    groups += [group_meshes(Sharding(), mesh("x", "y", kind=AxisType.Explicit))]
+    assert [[one.shape_tuple for one in each] for each in groups] == [
+        [(("tp", 2),)] * 2,
+        [(("x", 2), ("y", 2))],
+    ]
+    for one in (*groups[0], *groups[1]):
+        assert {*one.axis_types} == {AxisType.Auto}
+    assert [d.id for each in groups[0] for d in each.devices.flat] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("sharding", [{"rules": {"ffn": "x"}}, {"sums": "weights"}, {}])
+def test_a_sharding_without_a_mesh_is_refused_by_every_door(
+    tiny_dir: Path, sharding: dict[str, Any]
+) -> None:
+    text = json.dumps(sharding)
+    for door in (
+        lambda: LLM(str(tiny_dir), **OPTIONS, sharding=sharding),
+        lambda: lay_out(find(str(tiny_dir)), EngineConfig.of(sharding=text), CHIPS["h200"]),
+        lambda: explain_sharding(str(tiny_dir), sharding),
+        lambda: simulation(str(tiny_dir), Sharding.of(sharding), "h200", EngineConfig()),
+    ):
+        with pytest.raises(ConfigError, match="is missing") as caught:
+            door()
+        assert caught.value.field == "sharding.mesh"
+    for command in (["plan"], ["compile"]):
+        words = [*command, str(tiny_dir), "--sharding", text]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2, done.output
+        assert "sharding.mesh: is missing" in done.stderr
 
 
 @pytest.mark.parametrize(

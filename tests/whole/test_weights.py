@@ -203,13 +203,15 @@ def test_an_adapter_is_added_to_shared_weights_in_a_copy(even: LLM, tiny_dir: Pa
     even.update_weights(params)
     even.update_weights(delta)
     wanted = tokens(even)
-    shared = placed(even, tiny_dir, 8)
+    shared, programs = placed(even, tiny_dir, 8), even._engine.runner.programs  # type: ignore[attr-defined]
+    compiled = programs.late_compiles  # by the drawing above
     even.update_weights(shared, alias=True)
     before = tokens(even)
     even.update_weights(delta)
     assert tokens(even) == wanted != before
     even.update_weights(shared, alias=True)
     assert tokens(even) == before
+    assert programs.late_compiles == compiled
 
 
 def test_what_would_have_to_be_copied_is_not_shared(even: LLM, tiny_dir: Path) -> None:
@@ -330,7 +332,9 @@ def test_amid_a_stream(llm: LLM, odd_dir: Path, running: str) -> None:
     assert choice.token_ids[:at] == old.outputs[0].token_ids[:at]
     rest = SamplingParams(temperature=0, max_tokens=12 - at, ignore_eos=True)
     prompt = [*job.request.prompt_ids, *choice.token_ids[:at]]
+    llm._operate(action="reset_prefix_cache")
     (fresh,) = llm.generate({"prompt_token_ids": prompt}, rest)
+    assert not fresh.num_cached_tokens
     goes_on = fresh.outputs[0].token_ids == choice.token_ids[at:]
     assert goes_on or running == "mix"
 
@@ -401,6 +405,8 @@ def test_running_requests_end_before_the_weights_change(
         want.append(tokens(even))
     even.update_weights(drawn(tiny_dir, 22), version="old")
     new, answers = drawn(tiny_dir, 23), []
+    programs: Any = even._engine.runner.programs  # type: ignore[attr-defined]
+    compiled = programs.late_compiles  # by the drawing above
 
     def update() -> None:
         fields = {"source": new, "running": running, "version": "new"}
@@ -419,6 +425,7 @@ def test_running_requests_end_before_the_weights_change(
     assert [span.version for span in first.weight_versions] == ["old"]
     assert [span.version for span in second.weight_versions] == ["new"]
     assert tokens(even) == want[1]
+    assert programs.late_compiles == compiled
 
 
 def test_a_second_copy_needs_room(
@@ -454,9 +461,12 @@ def test_sleep_gives_the_memory_back(llm: LLM) -> None:
 
 
 def test_donated_trees_are_deleted_and_pauses_are_errors_here(llm: LLM, odd_dir: Path) -> None:
-    params = drawn(odd_dir, 11)
+    params, programs = drawn(odd_dir, 11), llm._engine.runner.programs  # type: ignore[attr-defined]
+    compiled = programs.late_compiles  # by the drawing above
     llm.update_weights(params, donate=True)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    tokens(llm)
+    assert programs.late_compiles == compiled
     assert llm.pause("keep").paused
     with pytest.raises(RuntimeError, match="resume"):
         llm.generate(PROMPTS[0], GREEDY)

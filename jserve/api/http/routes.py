@@ -113,8 +113,8 @@ OPERATOR: Table = (
     Route("POST", "/pause", _ADMIN, admin.pause, "Let new requests wait", admin.PauseBody),
     Route("POST", "/resume", _ADMIN, admin.resume, "End a pause", admin.NothingBody),
     Route("GET", "/is_paused", _ADMIN, admin.is_paused, "Whether it is paused"),
-    Route("POST", "/sleep", _ADMIN, admin.sleep, "Give device memory back", admin.TagsBody),
-    Route("POST", "/wake_up", _ADMIN, admin.wake, "Take it again", admin.TagsBody),
+    Route("POST", "/sleep", _ADMIN, admin.sleep, "Give device memory back", admin.SleepBody),
+    Route("POST", "/wake_up", _ADMIN, admin.wake, "Take it again", admin.WakeBody),
     Route("GET", "/is_sleeping", _ADMIN, admin.is_sleeping, "Whether anything is asleep"),
     Route(
         "POST",

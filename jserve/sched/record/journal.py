@@ -2,7 +2,7 @@
 
 One line per event, in order; ``plan`` lines hold the decision, which a replay compares::
 
-    {"type": "start", "options": {...}, "limits": {...}, "weights": "..."}
+    {"type": "start", "options": {...}, "limits": {...}, "weights": "...", "sharding": "tp=1"}
     {"type": "arrival", "now": 1.0, "request": {...}}
     {
         "type": "plan",
@@ -19,7 +19,7 @@ One line per event, in order; ``plan`` lines hold the decision, which a replay c
     {"type": "fetched", "now": 4.5, "answers": [[1, true]]}
     {"type": "guided", "id": "r1", "index": 0, "forced": [5, 6], "ended": false, ...}
     {"type": "recover", "now": 5.0, "error": "..."}
-    {"type": "weights", "now": 6.0, "version": "step-7", "keep": false, "name": "..."}
+    {"type": "weights", "now": 6.0, "version": "step-7", "keep": false, "name": "...", "directory": "..."}
     {"type": "operated", "now": 7.0, "action": "pause", "running": "keep", "parts": []}
 """
 
@@ -132,6 +132,8 @@ class Started(msgspec.Struct, frozen=True, tag="start"):
     limits: dict[str, Any]
     weights: str = ""
     """Stamp of their files; empty: they were of no files."""
+    sharding: str = ""
+    """Name of the layout of the weights."""
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
@@ -271,6 +273,9 @@ class Reweighed(msgspec.Struct, frozen=True, tag="weights"):
     """In the names of pages."""
     beside: bool = False
     """All sequences of before end under the old weights."""
+    directory: str = ""
+    """Of the files that have all of them, whose stamp is ``name`` or, where that is empty, the start's; empty: there
+    are none."""
 
 
 class Operated(msgspec.Struct, frozen=True, tag="operated"):
@@ -321,8 +326,10 @@ class JournalFile:
         self._file = file
         self._encoder = msgspec.json.Encoder()
 
-    def start(self, options: dict[str, Any], limits: dict[str, Any], weights: str) -> None:
-        self._write(Started(options=options, limits=limits, weights=weights))
+    def start(
+        self, options: dict[str, Any], limits: dict[str, Any], weights: str, sharding: str
+    ) -> None:
+        self._write(Started(options=options, limits=limits, weights=weights, sharding=sharding))
 
     def arrival(self, request: Request, now: float) -> None:
         self._write(Arrival(now=now, request=request))
@@ -379,8 +386,13 @@ class JournalFile:
     def recover(self, now: float, error: str) -> None:
         self._write(Recovered(now=now, error=error))
 
-    def weights(self, now: float, version: str, name: str, keep: bool, beside: bool) -> None:
-        self._write(Reweighed(now=now, version=version, name=name, keep=keep, beside=beside))
+    def weights(
+        self, now: float, version: str, name: str, keep: bool, beside: bool, directory: str
+    ) -> None:
+        event = Reweighed(
+            now=now, version=version, name=name, keep=keep, beside=beside, directory=directory
+        )
+        self._write(event)
 
     def operated(self, now: float, action: str, running: str, parts: Seq[str]) -> None:
         self._write(Operated(now=now, action=action, running=running, parts=list(parts)))

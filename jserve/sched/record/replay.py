@@ -17,7 +17,16 @@ import numpy as np
 
 from jserve.config import EngineConfig
 from jserve.errors import JserveError
-from jserve.ports import Guide, Guides, InFlight, Proposer, Runner, RunnerLimits, Verdict
+from jserve.ports import (
+    Guide,
+    Guides,
+    InFlight,
+    LiveWeights,
+    Proposer,
+    Runner,
+    RunnerLimits,
+    Verdict,
+)
 from jserve.sched.cache import handles as caching, tiers as tiering
 from jserve.sched.record.journal import (
     Arrival,
@@ -44,8 +53,8 @@ from jserve.speculation.policy.controller import SpeculationController, StepLoad
 from jserve.types import Output, Request, Sequence, StepPlan, StepResult
 
 
-class Recomputing(Runner, Protocol):
-    """A runner that goes on after a failed step."""
+class Recomputing(Runner, LiveWeights, Protocol):
+    """A runner that goes on after a failed step, and under other weights."""
 
     def reset(self) -> None: ...
 
@@ -127,6 +136,8 @@ def replay(
     n_events = 0
     for event in read_events(Path(path)):
         n_events += 1
+        if isinstance(event, Started):
+            device.first_weights = event.weights
         if isinstance(event, Guided | Operated | Started):
             continue
         if isinstance(event, Planned):
@@ -160,6 +171,8 @@ class _Device:
 
     def __init__(self, runner: Recomputing | None) -> None:
         self.n_tokens, self.until = 0, ""
+        self.first_weights = ""
+        """Their stamp."""
         self.bits = LogprobBits()
         self._runner = runner
         self._flights: dict[int, InFlight] = {}
@@ -185,9 +198,27 @@ class _Device:
             self._flights.clear()
             self._runner.reset()
         elif isinstance(event, Reweighed):
-            self.until = f"line {line}: other weights, {event.version or 'without a name'}"
+            if why := self._reweigh(self._runner, event):
+                name = event.version or "without a name"
+                self.until = f"line {line}: other weights, {name}: {why}"
         elif isinstance(event, Fetched) and any(found for _, found in event.answers):
             self.until = f"line {line}: pages were read from disk"
+
+    def _reweigh(self, runner: Recomputing, event: Reweighed) -> str:
+        """Take the weights of the event's directory; the reason where they are not those that the engine had."""
+        if not event.directory:
+            return "they came from no directory"
+        if not Path(event.directory).exists():
+            return f"{event.directory} is no longer there"
+        runner.end_beside()
+        try:
+            stamp = runner.update_weights(
+                event.directory, partial=False, donate=False, alias=False, beside=event.beside
+            )
+        except JserveError as error:
+            return error.message
+        is_same = stamp == (event.name or self.first_weights)
+        return "" if is_same else f"{event.directory} has other files than then"
 
 
 def _compare_tokens(
@@ -337,8 +368,9 @@ def _feed(scheduler: Scheduler, event: Event, plans: dict[int, StepPlan]) -> lis
         lost = [plans.pop(step) for step in sorted(plans)]
         return scheduler.recover(lost, event.error, event.now)
     if isinstance(event, Reweighed):
-        fate = {"keep": event.keep, "beside": event.beside}
-        scheduler.reweigh(event.version, event.now, name=event.name, **fate)
+        scheduler.reweigh(
+            event.version, event.now, name=event.name, keep=event.keep, beside=event.beside
+        )
         return []
     with contextlib.suppress(JserveError):  # it was refused then too, which changed nothing
         _ask(scheduler, event)

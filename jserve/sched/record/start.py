@@ -23,14 +23,14 @@ FUNCTIONS = ("features", "kv_names", "prompt_features")
 
 
 def write_start(
-    journal: JournalFile, config: EngineConfig, limits: RunnerLimits, weights: str
+    journal: JournalFile, config: EngineConfig, limits: RunnerLimits, weights: str, sharding: str
 ) -> None:
-    """``weights`` is the stamp of their files."""
+    """``weights`` is the stamp of their files, ``sharding`` the name of their layout."""
     cache = dataclasses.replace(config.cache, kv_transfer_key="")
     own = dataclasses.replace(config, cache=cache, server=ServerOptions(), fleet=FleetOptions())
     values = {f.name: getattr(limits, f.name) for f in dataclasses.fields(limits)}
     values |= {name: sorted(values[name]) for name in FUNCTIONS}
-    journal.start(own.flat(), msgspec.to_builtins(values), weights)
+    journal.start(own.flat(), msgspec.to_builtins(values), weights, sharding)
 
 
 def read_start(path: Path) -> tuple[EngineConfig, Started]:

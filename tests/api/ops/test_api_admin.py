@@ -194,6 +194,49 @@ async def test_pause_sleep_and_weights_have_vllms_names_and_modes(srv):
             assert (await post(path, wrong))[0] == 400
 
 
+async def test_fields_of_the_query_are_honoured_or_refused_by_name(srv):
+    async with operated(srv) as post:
+        asked = srv.engine.asked
+        for path in ("/sleep?mode=abort&tags=weights", "/sleep?level=1&mode=wait", "/sleep"):
+            assert (await post(path))[0] == 200
+        assert [(m.parts, m.running) for m in asked] == [
+            (["weights"], "abort"),
+            ([], "finish"),
+            ([], "keep"),
+        ]
+        asked.clear()
+        for path in ("/pause?clear_cache=True&mode=wait", "/pause?clear_cache=false"):
+            assert (await post(path))[0] == 200
+        assert [(m.action, m.running) for m in asked] == [
+            ("pause", "finish"),
+            ("reset_prefix_cache", ""),
+            ("pause", "abort"),
+        ]
+        asked.clear()
+        assert (await post("/wake_up?tags=weights&tags=kv_cache"))[0] == 200
+        assert asked.pop().parts == ["weights", "kv"]
+        for path, field in (
+            ("/sleep?level=2", "level"),
+            ("/sleep?level=0", "level"),
+            ("/sleep?level=high", "level"),
+            ("/sleep?level=1&tags=weights", "level"),
+            ("/sleep?level=1&level=1", "level"),
+            ("/sleep?mode=slow", "mode"),
+            ("/sleep?tag=weights", "tag"),
+            ("/wake_up?mode=keep", "mode"),
+            ("/wake_up?level=1", "level"),
+            ("/pause?clear_cache=perhaps", "clear_cache"),
+            ("/pause?wait_for_inflight_requests=true", "wait_for_inflight_requests"),
+            ("/resume?x=1", "x"),
+            ("/reset_prefix_cache?reset_external=true", "reset_external"),
+            ("/abort?all=1&x=1", "x"),
+            ("/update_weights?weight_dir=a&x=1", "x"),
+        ):
+            status, answer = await post(path)
+            assert (status, answer["error"]["param"]) == (400, field), path
+        assert not asked
+
+
 async def test_with_an_operators_key_no_other_opens_it(tmp_path):
     entries = [
         {"tenant": "a", "keys": [hashed("ka")]},

@@ -33,14 +33,14 @@ KNOWN = {"features": CHECKS, "kv_names": CHECKS, "prompt_features": {"echo": wan
 
 def written(path: Path, config: EngineConfig = CONFIG, limits: RunnerLimits = LIMITS) -> Path:
     with path.open("wb") as file:
-        write_start(JournalFile(file), config, limits, "stamp")
+        write_start(JournalFile(file), config, limits, "stamp", "tp=2")
     return path
 
 
 def test_options_and_limits_come_back(tmp_path: Path) -> None:
     config, event = read_start(written(tmp_path / "journal"))
     assert config == CONFIG
-    assert event.weights == "stamp"
+    assert (event.weights, event.sharding) == ("stamp", "tp=2")
     assert limits_of(event, KNOWN) == LIMITS
 
 
