@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import gpu_wheels
-from bench.gpu_record import STICKY, Record, open_case, read, wrong
+from bench.gpu_record import STICKY, Record, made_by, open_case, read, wrong
 from jserve.xla import claim_memory
 
 PROGRAMS = Path(tempfile.gettempdir()) / "jserve-gpu-programs"
@@ -45,6 +45,11 @@ class Stage:
     function: str
     seconds: int
     goal: str
+
+    @property
+    def is_of_steps(self) -> bool:
+        """Whether options ``--attn`` and ``--kernels`` decide its figures."""
+        return self.module in ("bench.gpu_steps", "bench.gpu_serving", "bench.gpu_gemm")
 
 
 STAGES: dict[str, Stage] = {
@@ -99,6 +104,13 @@ def whole(lines: list[dict[str, Any]]) -> set[str]:
     return ended - {x["stage"] for x in lines if not _good(x)}
 
 
+def _stands(line: dict[str, Any], lines: list[dict[str, Any]]) -> bool:
+    """False for what is made anew where the line's stage is not whole: its end, and what it concluded."""
+    if line["name"] not in ("end", "verdict"):
+        return True
+    return line["stage"] in whole(made_by(lines, line.get("attn", ""), line.get("kernels", "")))
+
+
 def _good(line: dict[str, Any]) -> bool:
     return not wrong(line) and line.get("skipped") != "out of time"
 
@@ -118,7 +130,8 @@ def run_stage(name: str, args: argparse.Namespace) -> None:
 def _record(args: argparse.Namespace, name: str, seconds: float) -> Record:
     kernels = "" if args.kernels == "xla" else args.kernels
     how = {"tiny": args.tiny, "attn": args.attn, "kernels": kernels}
-    return Record(Path(args.out), name, seconds=seconds, **how)
+    decide = STAGES[name].is_of_steps
+    return Record(Path(args.out), name, seconds=seconds, decide=decide, **how)
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -130,7 +143,8 @@ def run_all(args: argparse.Namespace) -> int:
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.budget
-    done = _carry_over(Path(args.resume), folder) if args.resume else set()
+    how = args.attn, "" if args.kernels == "xla" else args.kernels
+    done = _carry_over(Path(args.resume), folder, how) if args.resume else set()
     names = [n for n in args.only or STAGES if n not in done]
     for name in names:
         left = end - time.monotonic()
@@ -143,13 +157,14 @@ def run_all(args: argparse.Namespace) -> int:
         *lost, rc = _stage(record, seconds=limit)
         took = round(time.monotonic() - start, 1)
         record.add("end", rc=rc, lost=lost, seconds=took, goal=STAGES[name].goal)
-    lines = read(folder / "gpu.jsonl")
+    lines = made_by(read(folder / "gpu.jsonl"), *how)
     print(summary(lines))
     return 0 if whole(lines) >= set(names) else 1
 
 
-def _carry_over(before: Path, folder: Path) -> set[str]:
-    """Copy the good lines of an earlier record; returns the stages that are whole in it.
+def _carry_over(before: Path, folder: Path, how: tuple[str, str]) -> set[str]:
+    """Copy the good lines of an earlier record; returns the stages that are whole in it, with the attention and the
+    kernels of ``how``.
 
     Raises:
         SystemExit: there is no such record.
@@ -157,8 +172,8 @@ def _carry_over(before: Path, folder: Path) -> set[str]:
     if not before.exists():
         raise SystemExit(f"--resume {before}: there is no such file")
     lines = read(before)
-    done = whole(lines)
-    kept = [x for x in lines if _good(x) and (x["stage"] in done or x["name"] != "end")]
+    kept = [x for x in lines if _good(x) and _stands(x, lines)]
+    done = whole(made_by(lines, *how))
     if before.resolve() != (folder / "gpu.jsonl").resolve():
         text = "".join(json.dumps(x) + "\n" for x in kept)
         (folder / "gpu.jsonl").write_text(text)

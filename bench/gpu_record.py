@@ -30,7 +30,8 @@ class Record:
     """The figures of one stage; what the folder's record holds of it already is not measured again.
 
     ``seconds`` is the time that the stage may take, ``attn`` the attention that its steps run, ``kernels`` the level
-    of those for quantised weights, empty for XLA's products.
+    of those for quantised weights, empty for XLA's products. Where these ``decide`` the stage's figures each line names
+    them, and a line of others counts as none.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Record:
         seconds: float,
         attn: str = "hopper",
         kernels: str = "hopper",
+        decide: bool = False,
     ) -> None:
         self.stage, self.tiny, self.attn, self.kernels = stage, tiny, attn, kernels
+        self._how = {"attn": attn, "kernels": kernels} if decide else {}
         self.folder = folder
         self._file = folder / "gpu.jsonl"
         self._end = time.monotonic() + seconds
-        self._known = {x["name"] for x in read(self._file) if x["stage"] == stage}
+        self._known = {x["name"] for x in self.cases()}
 
     @property
     def cuda_graphs(self) -> str:
@@ -61,7 +64,8 @@ class Record:
     def add(self, name: str, **figures: Any) -> None:
         shown = "  ".join(f"{k} {_short(v)}" for k, v in figures.items())
         print(f"{self.stage:16s} {name:44s} {shown}", flush=True)
-        line = json.dumps({"stage": self.stage, "name": name, "tiny": self.tiny, **figures})
+        about = {"stage": self.stage, "name": name, "tiny": self.tiny, **self._how}
+        line = json.dumps(about | figures)
         with self._file.open("a+") as f:
             f.write(line + "\n" if _ends_whole(self._file) else f"\n{line}\n")
             f.flush()
@@ -100,12 +104,16 @@ class Record:
         _case(self.folder).unlink(missing_ok=True)
 
     def figure(self, stage: str, name: str, key: str, default: Any) -> Any:
-        """A figure that an earlier stage recorded in this folder, else ``default``."""
-        return next((x[key] for x in read(self._file) if _is(x, stage, name) and key in x), default)
+        """A figure that an earlier stage recorded in this folder, its last one, else ``default``."""
+        found = [x[key] for x in self._lines() if _is(x, stage, name) and key in x]
+        return found[-1] if found else default
 
     def cases(self) -> list[dict[str, Any]]:
         """This stage's lines so far, those of earlier processes too."""
-        return [x for x in read(self._file) if x["stage"] == self.stage]
+        return [x for x in self._lines() if x["stage"] == self.stage]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return made_by(read(self._file), self.attn, self.kernels)
 
 
 def _ends_whole(path: Path) -> bool:
@@ -145,6 +153,11 @@ def open_case(folder: Path, rc: int) -> tuple[str, str] | None:
     if time.time() - found["at"] >= found["limit"]:
         return found["name"], f"no result within {found['limit']:.0f} s (stacks in errors.log)"
     return found["name"], f"the process ended with exit code {rc}"
+
+
+def made_by(lines: list[dict[str, Any]], attn: str, kernels: str) -> list[dict[str, Any]]:
+    """Those of steps with this attention and these kernels, and those that depend on neither."""
+    return [x for x in lines if (x.get("attn", attn), x.get("kernels", kernels)) == (attn, kernels)]
 
 
 def _is(line: dict[str, Any], stage: str, name: str) -> bool:

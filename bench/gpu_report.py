@@ -128,14 +128,14 @@ def merged(files: Sequence[Path]) -> list[Line]:
     Raises:
         ValueError: a file has none, or figures of ``--tiny``.
     """
-    found: dict[tuple[str, str], Line] = {}
+    found: dict[tuple[str, ...], Line] = {}
     for file in files:
         lines = read(file)
         if not lines:
             raise ValueError(f"{file}: no figures")
         if any(x.get("tiny") for x in lines):
             raise ValueError(f"{file}: figures of --tiny mean nothing")
-        found |= {(x["stage"], x["name"]): x for x in lines}
+        found |= {(x["stage"], x["name"], *_how(x)): x for x in lines}
     return list(found.values())
 
 
@@ -146,8 +146,16 @@ def markdown(lines: Sequence[Line]) -> str:
         for x in lines:
             if x["stage"] == row.stage and re.fullmatch(row.pattern, x["name"]) and _is_whole(x):
                 figure, share = row.cells(x)
-                table.append(f"| {row.stage}: {x['name']} | {figure} | {share} |")
+                by = "".join(f", {kind}" for kind in _how(x))
+                table.append(f"| {row.stage}: {x['name']}{by} | {figure} | {share} |")
     return "\n".join([_head(lines), "", *table, "", *_below(lines)])
+
+
+def _how(x: Line) -> tuple[str, ...]:
+    """What else than the engine's own made a figure: another attention, products of quantised weights by XLA."""
+    ran = x.get("ran", x.get("attn", "hopper"))
+    attn = () if ran == "hopper" else (f"attention {ran}",)
+    return attn if x.get("kernels", "hopper") == "hopper" else (*attn, "products by XLA")
 
 
 def _is_whole(x: Line) -> bool:

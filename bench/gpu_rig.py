@@ -19,7 +19,7 @@ import numpy as np
 from bench.gpu_record import NotHere, Record
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch
-from jserve.model.attention import AttentionBackend, LayerKV, backend, check_layers
+from jserve.model.attention import AttentionBackend, LatentArgs, LayerKV, backend, check_layers
 from jserve.model.families import family_for
 from jserve.model.family import Family
 from jserve.model.hand import Row, pack
@@ -234,7 +234,13 @@ def _attention(arch: Arch, name: str, kv_dtype: Any) -> AttentionBackend:
 
 def _none() -> AttentionBackend:
     """Writes KV and reads none: what a step costs apart from attention."""
-    return dataclasses.replace(backend("xla"), name="none", attend=lambda args, *_: args.q_TNH)
+
+    def latent(args: LatentArgs, *_: Any) -> jax.Array:
+        return jnp.zeros((*args.q_TNH.shape[:2], args.v_up_NVA.shape[1]))
+
+    return dataclasses.replace(
+        backend("xla"), name="none", attend=lambda args, *_: args.q_TNH, attend_latent=latent
+    )
 
 
 def least_seconds(record: Record, rig: Rig, rows: Sequence[Span], drawn: int) -> float:

@@ -82,6 +82,7 @@ def _step_check(
     arch = _stored_as(_with_layers(ARCHS[name], L), dtype)
     outs, pools = [], []
     how: dict[str, Any] = {"M": 32, "kv_dtype": dtype, "quantization": quantization}
+    how["cuda_graphs"] = record.cuda_graphs
     for attn in ("ref", record.attn):
         kernels = "" if attn == "ref" else level_of(record)
         rig = Rig(arch, attn, n_pages=64 if name == "tiny" else 1024, kernels=kernels, **how)
@@ -276,7 +277,9 @@ def _timed(
         times.append((time.perf_counter() - begin) / n)
     spent = statistics.median(times)
     drawn = len(decode) * bucket.J + len(prefill)
+    ran = rig.model.backend.name
     return {
+        **({} if ran == record.attn else {"ran": ran}),
         "ms": spent * 1e3,
         "tok_per_s": len(decode) / spent,
         "share": least_seconds(record, rig, [*decode, *prefill], drawn) / spent,

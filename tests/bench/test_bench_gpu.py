@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from bench import gpu, gpu_steps, gpu_wheels
+from bench import gpu, gpu_beside_xla, gpu_report, gpu_steps, gpu_wheels
 from bench.gpu_record import STICKY, NotHere, Record
 
 
@@ -213,6 +213,67 @@ def test_the_fastest_graphs_that_run_are_taken(tmp_path, monkeypatch):
         "ok": True,
     }
     assert Record(tmp_path, "steps_1b", tiny=True, seconds=60).cuda_graphs == "xla"
+
+
+def test_the_last_verdict_counts_and_one_of_a_broken_stage_does_not(tmp_path):
+    steps = Record(tmp_path, "steps_1b", tiny=True, seconds=60)
+    graphs = Record(tmp_path, "graphs", tiny=True, seconds=60)
+    for mode in ("step", "off"):
+        graphs.add("verdict", cuda_graphs=mode, ok=True)
+    assert steps.cuda_graphs == "off"
+    (tmp_path / "out").mkdir()
+    gpu._carry_over(tmp_path / "gpu.jsonl", tmp_path / "out", ("hopper", "hopper"))
+    again = Record(tmp_path / "out", "steps_1b", tiny=True, seconds=60)
+    assert again.cuda_graphs == "step", "stage graphs did not come to its end"
+
+
+def test_whole_steps_are_checked_with_the_graphs_that_others_take(tmp_path, monkeypatch):
+    Record(tmp_path, "graphs", tiny=True, seconds=60).add("verdict", cuda_graphs="xla", ok=True)
+    taken = []
+
+    def rig(*_, cuda_graphs, **__):
+        taken.append(cuda_graphs)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(gpu_steps, "Rig", rig)
+    gpu_steps.step_numerics(Record(tmp_path, "step_numerics", tiny=True, seconds=60))
+    assert set(taken) == {"xla"}
+
+
+def test_figures_of_another_attention_are_others(tmp_path):
+    """Its stage is measured though that of hopper is whole, and a report shows both."""
+
+    def record(attn):
+        return gpu._record(
+            gpu.options().parse_args(["--out", str(tmp_path), "--attn", attn]), "steps_8b", 60
+        )
+
+    figures = {"ms": 1.0, "tok_per_s": 1.0, "share": 0.5}
+    record("hopper").attempt("8b, batch 1, 2048", lambda: figures)
+    record("hopper").add("end", rc=0)
+    record("dense").attempt("8b, batch 1, 2048", lambda: figures | {"ms": 9.0})
+    record("dense").attempt("8b, batch 1, 2048", lambda: figures | {"ms": 7.0})
+    assert [x.get("ms") for x in lines(tmp_path)] == [1.0, None, 9.0], "the third is known"
+    for attn, done in (("hopper", {"steps_8b"}), ("dense", set())):
+        (tmp_path / attn).mkdir()
+        assert gpu._carry_over(tmp_path / "gpu.jsonl", tmp_path / attn, (attn, "hopper")) == done
+    table = gpu_report.markdown(gpu_report.merged([tmp_path / "gpu.jsonl"]))
+    assert "| steps_8b: 8b, batch 1, 2048 | 1.00 ms" in table
+    assert "| steps_8b: 8b, batch 1, 2048, attention dense | 9.00 ms" in table
+
+
+def test_a_candidate_is_judged_by_what_earlier_processes_measured_too(tmp_path, monkeypatch):
+    def one(shape):
+        return gpu_beside_xla.Comparison(
+            "k", shape, *(lambda *_: None,) * 2, {}, lambda *_: None, 1
+        )
+
+    monkeypatch.setattr(gpu_beside_xla, "_measured", lambda *_: {"ratio": 2.0})
+    before = Record(tmp_path, "candidate_times", tiny=True, seconds=60)
+    before.add("k a", ratio=1.5)
+    after = Record(tmp_path, "candidate_times", tiny=True, seconds=60)
+    gpu_beside_xla.times(after, [lambda _: iter([one("a"), one("b")])])
+    assert lines(tmp_path)[-1] | {"verdict": "stays", "least": 1.5} == lines(tmp_path)[-1]
 
 
 def test_a_record_that_is_not_there_cannot_be_resumed(tmp_path):
