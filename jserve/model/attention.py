@@ -251,7 +251,10 @@ def check_layers(
                 field="attention_backend",
             )
         if kind.latent is None:
-            attention.check(kind, KVStored(jnp.dtype(stored), form, page_size), tree)
+            try:
+                attention.check(kind, KVStored(jnp.dtype(stored), form, page_size), tree)
+            except ConfigError as error:
+                raise ConfigError(f"{arch.family}: {error.message}", field=error.field) from None
         elif attention.attend_latent is None:
             raise ConfigError(
                 f"attention_backend {attention.name} does not serve the latent attention of"

@@ -14,7 +14,7 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.kv_layout import KV_FORMS, stored_width
 from jserve.model import attn_hopper
-from jserve.model.arch import resized, with_kv_forms
+from jserve.model.arch import Attention, resized, with_kv_forms
 from jserve.model.attention import AttendArgs, KVStored, backend, check_layers
 from jserve.model.draft_tree import DraftMask, TreeShape
 from jserve.model.hand import Row, pack
@@ -214,6 +214,10 @@ def test_a_level_of_a_tree_agrees_with_ref() -> None:
 BF16 = KVStored(jnp.dtype(jnp.bfloat16))
 
 
+def heads(H: int) -> Attention:
+    return Attention(N=4, K=2, H=H)
+
+
 @pytest.mark.parametrize(
     ("H", "kv", "shape", "field"),
     [
@@ -231,12 +235,12 @@ def test_what_is_not_served_is_refused_by_option(
 ) -> None:
     attn = backend("hopper", "cuda")
     with pytest.raises(ConfigError, match=field) as e:
-        attn.check(H, kv, shape)
+        attn.check(heads(H), kv, shape)
     assert e.value.field == field
-    attn.check(256, BF16, ())
-    attn.check(128, KVStored(E4M3), TREE)
-    attn.check(64, KVStored(BYTES, INT8, 32), TREE)
-    attn.check(256, KVStored(BYTES, "bfloat16", 16), ())
+    attn.check(heads(256), BF16, ())
+    attn.check(heads(128), KVStored(E4M3), TREE)
+    attn.check(heads(64), KVStored(BYTES, INT8, 32), TREE)
+    attn.check(heads(256), KVStored(BYTES, "bfloat16", 16), ())
 
 
 def test_layers_that_are_not_served_are_refused_by_family() -> None:
