@@ -112,8 +112,18 @@ def test_the_check_sees_budgets_that_are_larger_than_the_block() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_paged_attention(name: str) -> None:
-    v, D = VARIANTS[name], 64
-    N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
+    check_decode(VARIANTS[name])
+
+
+def test_the_forms_that_bench_gpu_runs_first() -> None:
+    """Weights in shared memory, as the interpreter runs them: the first attention that a GPU sees."""
+    check_decode(VARIANTS["8b"], register_p=False, teams=1)
+    check_prefill(CHAINS["8b"], register_p=False, ping_pong=False)
+
+
+def check_decode(v: Variant, **tune: Any) -> None:
+    D = 64
+    N, spec = v.K * v.G, AttentionSpec(scale=0.1, tune=tune, **v.static)
 
     def call(q: Any, pages: Pages, start: Any, length: Any, more: Any) -> Any:
         rows = Rows(start, length)
@@ -175,8 +185,12 @@ def arrays(v: Variant) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_ragged_prefill(name: str) -> None:
-    v, P, F = CHAINS[name], 2048, 8
-    N, spec = v.K * v.G, AttentionSpec(scale=0.1, **v.static)
+    check_prefill(CHAINS[name], SPILLS.get(name, 0))
+
+
+def check_prefill(v: Variant, spills: int = 0, **tune: Any) -> None:
+    P, F = 2048, 8
+    N, spec = v.K * v.G, AttentionSpec(scale=0.1, tune=tune, **v.static)
 
     def call(q: Any, pages: Pages, a: Any, b: Any, c: Any, more: Any) -> Any:
         return ragged_prefill(q, pages, Chunks(a, b, c), spec, **more)
@@ -185,7 +199,7 @@ def test_ragged_prefill(name: str) -> None:
     with tma.recorded() as descriptors:
         report = aot.compile_for(call, *args)
     check_descriptors(descriptors, 2 if v.dtype == I8 else 0)
-    check(report, 1, TEAM, 1, SPILLS.get(name, 0))
+    check(report, 1, TEAM, 1, spills)
     scratch = prefill_scratch(
         prefill_tile(args[0], args[1].keys_PKZH, F, spec), args[0].dtype, v.dtype
     )
@@ -226,6 +240,10 @@ def smallest_matrix(model: Any) -> int:
     return 2 * arch.D * arch.N * arch.H // model.tp
 
 
+TEAMS = {2: (1, 1), 3: (2, 1), 4: (2, 2)}
+"""Warpgroups of a kernel that loads beside computing -> (those that compute, those that load)."""
+
+
 def check_step(
     name: str,
     bucket: Bucket,
@@ -248,6 +266,9 @@ def check_step(
     parts = (bucket.D > 0) * 2 + (bucket.P > 0)  # attention and its combination; prefill
     parts += 3 * (attn == "hopper_fused")
     assert report.spills == 0, report.kernels
+    for kernel in report.kernels:
+        if kernel.budgets:
+            check_registers(kernel, *TEAMS[kernel.threads // 128])
     assert not report.ignored
     assert 0 < report.smem_bytes <= aot.SMEM_LIMIT
     assert report.temp_bytes < layer_bytes(model), "scratch is as large as a layer's KV"
