@@ -25,10 +25,13 @@ EXIT_STUCK = 4
 """Exit code of a process that its watchdog ended."""
 LOOKS_S = 1.0
 """Between two looks at the clock, or a tenth of the limit where that is shorter."""
+GRACE_S = 60.0
+"""Beyond the limit, after which a process whose interpreter stands still ends, too."""
 
 
 class Watchdog:
-    """Looks from a thread of its own whether what was begun has ended.
+    """Looks from a thread of its own whether what was begun has ended. Where a call keeps the interpreter's lock that
+    thread stands as well: then ``faulthandler`` ends the process, with exit code 1.
 
     Args:
         limit_s: seconds that one thing may take; 0: any time.
@@ -73,5 +76,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
+            # Its own thread needs no interpreter; each look puts the end off.
+            stacks = self._stacks or sys.stderr
+            faulthandler.dump_traceback_later(self.limit_s + GRACE_S, exit=True, file=stacks)
             time.sleep(min(LOOKS_S, self.limit_s / 10))
             self.look()

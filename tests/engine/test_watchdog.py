@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 
@@ -69,6 +70,24 @@ def test_no_limit_is_no_thread():
     before = threading.active_count()
     Watchdog(0.0).at("a step")
     assert threading.active_count() == before
+
+
+HELD = """
+import ctypes, time
+from jserve.engine import watchdog
+
+watchdog.GRACE_S = 0.5
+watchdog.Watchdog(1.0).at("a step")
+time.sleep(0.2)
+ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock
+"""
+
+
+def test_a_call_that_keeps_the_interpreters_lock_is_ended_too():
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert 'File "<string>", line 8' in done.stderr
 
 
 def test_threads_are_named_after_what_they_do_and_then_again_as_before():
