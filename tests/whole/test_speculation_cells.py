@@ -121,7 +121,6 @@ def alone(plain: Any) -> list[Output]:
     return [out for part in _ALONE.values() for out in part]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tree", "way"), cells())
 def test_every_text_is_the_one_without_drafts(runner, kind, tree, way) -> None:
     got, wanted = outputs(runner, kind, tree, way), alone(runner)
@@ -157,7 +156,6 @@ def told(found: list[Output], request: Request, **changes: Any) -> list[Any]:
     return [choice.text, list(choice.token_ids), choice.finish_reason, choice.stop_reason]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [

@@ -45,9 +45,7 @@ ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 NAMES = {CHAIN: "chain", TREE: "tree"}
 QUICK = {
     ("medusa", TREE, "penalties"),
-    ("lookup", CHAIN, "top_k"),
     ("ngram", "seeds"),
-    ("grammar", "top_p"),
 }
 """What the default tier runs; the rest is nightly."""
 
@@ -71,7 +69,6 @@ def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parents", "setting"), cases(DEVICE))
 def test_drafts_of_the_device_leave_the_targets_chances(name, parents, setting):
     how = SETTINGS[setting]
@@ -81,7 +78,6 @@ def test_drafts_of_the_device_leave_the_targets_chances(name, parents, setting):
     assert p_value(drawn, chances(how)) > P_MIN
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), cases([(name,) for name in HOST]))
 def test_drafts_of_the_host_leave_the_targets_chances(name, setting):
     how = SETTINGS[setting]
