@@ -136,8 +136,10 @@ PREFILL = [
     (31, 65),
     (47, 31),
     (15, 8),
+    (62, 20),
 ]
-"""(start, tokens) of prefill rows: below, at and beyond a tile, half of one and a block, from any place of a page."""
+"""(start, tokens) of prefill rows: below, at and beyond a tile, half of one and a block, from any place of a page. The
+first token of the last one sees all but one of the positions that are scored at once."""
 
 
 @pytest.mark.one_in(4)

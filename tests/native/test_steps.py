@@ -13,6 +13,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,10 @@ from jserve.sampling import SamplingParams
 from jserve.sched.policy import seed_of
 from jserve.sched.resources import Resources
 from jserve.sizing import plan as sizing
-from jserve.types import Request
+from jserve.types import Output, Request
 from tests.native import rig
 from tests.whole import equal
+from tests.whole.test_planted_bugs import BUGS, Erring
 
 TOLERANCE = 0.02
 """Of log-probabilities in bfloat16, between steps of other widths; docs/performance.md states it."""
@@ -114,7 +116,8 @@ def test_products_on_several_devices_at_once(level, n):
 
 
 ONE_CORE = """
-import os, sys
+import ctypes, os, sys
+from concurrent.futures import ThreadPoolExecutor
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from pathlib import Path
 
@@ -125,12 +128,12 @@ import numpy as np
 from jserve.model import native
 from jserve.model.dot import dot
 from jserve.model.mesh import AXIS, make_mesh
-from jserve.native import library
+from jserve.native.library import Library
 from tests.native import test_native_attention as attention
 
-native.installed = lambda: library.load(Path(sys.argv[1]))
-level, reason = native.available("cpu", "bfloat16")
-assert level, reason
+path, level = sys.argv[1:]
+native.installed = lambda: Library(ctypes.CDLL(path), level)
+assert native.available("cpu", "bfloat16") == (level, "")
 x, w = jnp.ones((5, 1024)), jnp.ones((2048, 1024), jnp.bfloat16)
 spec = jax.sharding.PartitionSpec
 
@@ -146,6 +149,18 @@ mesh, shards = make_mesh(len(jax.devices())), (spec(None, AXIS), spec(None, AXIS
 step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=shards, out_specs=spec(), check_vma=False))
 for _ in range(20):
     assert (np.asarray(step(x, w)) == 1024).all()
+
+
+@jax.jit
+def spread(x, w):
+    # They do not wait for one another, so that XLA has them on all threads of its pool.
+    with native.kernels(level):
+        return sum(dot(x * 2.0**i, w) for i in range(12))
+
+
+with ThreadPoolExecutor(4) as callers:
+    for y in callers.map(lambda _: spread(x, w), range(100)):
+        assert (np.asarray(y) == 1024 * 4095).all()
 rows = attention.rows_view([(560, 40), (600, 1), (0, 33)], pages=40)
 setting = attention.drawn(16, 64, 2, 0, 0, rows)
 for _ in range(5):
@@ -159,8 +174,8 @@ print(sum("XLAEigen" in name for name in names))
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process is bound to a core")
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_pool_of_as_many_threads_as_devices(kernels, level, n):
-    """On one core: of one device the only thread is the caller, of two all of them may be callers at once."""
-    command = [sys.executable, "-c", ONE_CORE, kernels.handle._name]
+    """On one core: of one device the only thread has no help, of two all of them may be callers at once."""
+    command = [sys.executable, "-c", ONE_CORE, kernels.handle._name, level]
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"}
     done = subprocess.run(
         command,
@@ -265,12 +280,10 @@ def preempted(monkeypatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_way_of_running_is_close_to_alone(steps, seed, preempted):
-    """With cache hits, preemptions and drafts in every one."""
-    rng, asked = random.Random(seed), requests(seed)
-    wanted = equal.alone(steps, asked)
-    assert not preempted
+def any_way(runner: Any, seed: int, wanted: dict) -> list[Output]:
+    """What the engine says where pages are shared, requests are preempted and drafts are verified; drafts are what
+    ``wanted`` has, with errors."""
+    rng = random.Random(seed)
     way = dataclasses.replace(
         equal.Way.draw(rng),
         random_buckets=False,
@@ -279,13 +292,35 @@ def test_any_way_of_running_is_close_to_alone(steps, seed, preempted):
         n_pages=N_PAGES,
     )
     truth = {key: answer[0] for key, answer in wanted.items()}
-    outputs = equal.outputs_of(steps, asked, way, rng, truth, preempts=True)
+    return equal.outputs_of(runner, requests(seed), way, rng, truth, preempts=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_way_of_running_is_close_to_alone(steps, seed, preempted):
+    asked = requests(seed)
+    wanted = equal.alone(steps, asked)
+    assert not preempted
+    outputs = any_way(steps, seed, wanted)
     n_whole = compare(equal.gathered(outputs), wanted, asked)
     assert n_whole > len(wanted) / 2, "most have the very tokens"
     assert len(preempted) >= len(asked)
     assert max(out.n_cached for out in outputs) >= 32, "the whole pages of the stem"
     tried, accepted = (sum(getattr(out, name) for out in outputs) for name in DRAFTS)
     assert 0 < accepted < tried
+
+
+# Unloaded slots show in penalties and biases alone, which these requests have none of.
+@pytest.mark.parametrize("bug", sorted(BUGS.keys() - {"slots are not loaded"}))
+def test_a_device_that_errs_is_not_close(steps, bug):
+    found = []
+    for seed in range(4):
+        wanted = equal.alone(steps, requests(seed))
+        outputs = any_way(Erring(steps, **BUGS[bug]), seed, wanted)
+        try:
+            compare(equal.gathered(outputs), wanted, requests(seed))
+        except AssertionError as e:
+            found.append(e)
+    assert found
 
 
 @pytest.mark.slow
