@@ -85,6 +85,8 @@ CONSTANTS = {
     "FFI_ERROR_FAILED_PRECONDITION": "XLA_FFI_Error_Code_FAILED_PRECONDITION",
     **{f"FFI_{name}": f"XLA_FFI_DataType_{name}" for name in TYPES},
 }
+RENAMED = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}
+"""Structures that jaxlib 0.12 calls otherwise."""
 SIZED = {"FfiVersion", "FfiErrorCreate", "FfiErrorDestroy", "FfiSchedule", "FfiNumThreads"}
 """Structures that the kernels fill, whose size they name by the last field."""
 
@@ -117,6 +119,9 @@ def compiled(text: str, folder: Path, include: Path = INCLUDE) -> subprocess.Com
         pytest.skip("no C compiler")
     if not (include / HEADER).exists():
         pytest.skip(f"this jaxlib has no {HEADER}")
+    header = (include / HEADER).read_text()
+    for before, after in RENAMED.items():
+        text = text if before in header else text.replace(before, after)
     source = folder / "abi.c"
     source.write_text(text)
     command = [*compiler, "-std=gnu11", "-fsyntax-only", f"-I{include}", f"-I{FOLDER}", str(source)]
