@@ -22,7 +22,7 @@ one() { # model, scale
   fi
   # The first start of jserve finds an empty compile cache (cold), the later ones a warm one.
   "$PYTHON" -m bench.serving "$MODELS/$model" --engine jserve "${peers[@]}" "${more[@]}" \
-    --workload S1 --workload S2 --workload S4 --rounds "$ROUNDS" --scale "$scale" \
+    --rounds "$ROUNDS" --scale "$scale" \
     --json "bench/results/$STAMP-$DEVICE-serving-$model.json" || echo "$model: not every request was served" >&2
 }
 

@@ -1,21 +1,30 @@
 """Native CPU kernels beside XLA: products alone and whole decode steps, in turns in one process.
 
     python -m bench.native [MODEL ...] [--rows 1,4,16,64] [--context 320] [--level LEVEL] [--json FILE]
+    python -m bench.native --compile [--json FILE]
 
 MODEL is a shape of ``bench.models`` or a directory with a config.json (default: the shipped model); weights are
 random. A turn runs one call of either side, A B A B; ratios are medians over turns of XLA's time over the kernels'.
 Lines: products alone; whole decode steps; steps whose attention alone is XLA's or the kernels'; a chunk of prefill at
 the end of one sequence, likewise.
 GB/s counts each weight once, beside what reading memory alone reaches.
+
+``--compile`` measures what the kernels add to an installation instead: seconds, and those of processors, in which each
+compiler of this machine makes the library, and zig where the package is installed, with nothing of earlier runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import os
+import resource
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +45,7 @@ from jserve.model.dot import dot, gate_up
 from jserve.model.hand import Row, pack, step_model
 from jserve.model.step import StepModel, make_step
 from jserve.model.view import Bucket
+from jserve.native.compile import COMPILERS, compile_library, zig, zig_platform
 from jserve.runner.state import new_state
 
 PAGE = 32
@@ -231,6 +241,33 @@ def measure(
     return lines
 
 
+def compilers() -> dict[str, list[str]]:
+    """Commands by name; of names for one file the first."""
+    paths = {name: path for name in reversed(COMPILERS) if (path := shutil.which(name))}
+    names = {os.path.realpath(path): name for name, path in paths.items()}
+    found = {name: [paths[name]] for name in names.values()}
+    here = zig_platform()
+    return found | ({"zig": zig(here)} if here and importlib.util.find_spec("ziglang") else {})
+
+
+def compile_times(turns: int) -> list[dict[str, Any]]:
+    """Lines of the record: every compiler, one after the other, ``turns`` times."""
+    lines = []
+    for _ in range(turns):
+        for name, command in compilers().items():
+            with tempfile.TemporaryDirectory(prefix="bench-native-") as folder:
+                os.environ |= {f"ZIG_{which}_CACHE_DIR": folder for which in ("LOCAL", "GLOBAL")}
+                before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+                compile_library(Path(folder) / "libjserve.so", command)
+                seconds = time.perf_counter() - begin
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            line = {"what": "compile", "compiler": name, "s": round(seconds, 1)}
+            lines.append(line | {"cpu_s": round(used, 1)})
+            print(lines[-1], flush=True)
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.native", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -238,9 +275,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="1,4,16,64", help="numbers of rows (1,4,16,64)")
     parser.add_argument("--context", type=int, default=320, help="tokens of each sequence (320)")
     parser.add_argument("--level", default="", help="a lower level of the kernels")
-    parser.add_argument("--turns", type=int, default=15, help="calls of either side (15)")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="calls of either side (15), or of each compiler (3)"
+    )
+    parser.add_argument("--compile", action="store_true", help="time compilers instead")
     parser.add_argument("--json", type=Path, default=None, help="result file to write")
     args = parser.parse_args(argv)
+    turns = args.turns or (3 if args.compile else 15)
+    if args.compile:
+        options, lines = {"turns": turns}, compile_times(turns)
+        if args.json is not None:
+            report.write(record("native-compile", options, lines), args.json)
+        return 0
     rows = [int(n) for n in args.rows.split(",")]
     level, reason = native.available("cpu", jnp.bfloat16, level=args.level)
     if not level:
@@ -250,12 +296,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     lines = [
-        line
-        for name in args.models
-        for line in measure(name, rows, args.context, level, args.turns)
+        line for name in args.models for line in measure(name, rows, args.context, level, turns)
     ]
     if args.json is not None:
-        options = {"level": level, "context": args.context, "turns": args.turns}
+        options = {"level": level, "context": args.context, "turns": turns}
         report.write(record("native", options, lines), args.json)
     return 0
 

@@ -26,6 +26,8 @@ T_AMX static void begin_tiles(i64 rows) {
     uint8_t rows[16];
   } config = {.palette = 1};
   for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = i == 2 || i == 3 ? TILE_ROWS : (uint8_t)rows;
+  /* To gcc the instruction reads 8 bytes: without this it leaves out stores of the others, and what lies there faults. */
+  __asm__ volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 

@@ -34,6 +34,9 @@ ZIG_TARGETS = {
 }
 """The targets of zig, by the name of the platform in a wheel's."""
 
+NOT_ON_WINDOWS = "there are none for Windows"
+"""They wait for one another by pthreads and sched_yield, and nobody has run them there."""
+
 
 class NativeBuildError(Exception):
     """The library cannot be built; the message says why in one line."""
@@ -104,8 +107,10 @@ def compile_library(out: Path, compiler: Sequence[str]) -> None:
         compiler: a command that takes the arguments of gcc.
 
     Raises:
-        NativeBuildError: the compiler cannot be run, or fails.
+        NativeBuildError: this is Windows, or the compiler cannot be run, or fails.
     """
+    if sys.platform == "win32":
+        raise NativeBuildError(NOT_ON_WINDOWS)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         made = Path(folder) / out.name
         sources = [str(FOLDER / name) for name in SOURCES if name.endswith(".c")]

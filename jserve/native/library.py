@@ -7,12 +7,13 @@ level it may use agree with plain C. Where anything is missing, everything runs 
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jserve.native.compile import library_path, source_hash
+from jserve.native.compile import NOT_ON_WINDOWS, library_path, source_hash
 
 LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16", "amx")
 """The instructions of a processor, by the number that the library gives it: each has all of those before it."""
@@ -62,9 +63,11 @@ def load(path: Path) -> Library:
     """The kernels in ``path``, checked.
 
     Raises:
-        NoLibrary: there is no such file, it is no library of ours, it is older than its sources, or its kernels
-            give wrong results.
+        NoLibrary: this is Windows, there is no such file, it is no library of ours, it is older than its sources, or
+            its kernels give wrong results.
     """
+    if sys.platform == "win32":
+        raise NoLibrary(NOT_ON_WINDOWS)
     if not path.is_file():
         raise NoLibrary(f"no library was built; {REPAIR}")
     try:

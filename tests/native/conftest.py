@@ -41,6 +41,17 @@ def level_of_processor() -> str:
     return level
 
 
+TILE_RELEASE = bytes.fromhex("c4e27849c0")
+"""The instruction that ends every use of tile registers."""
+
+
+def level_of(path: Path) -> str:
+    """The level at which the library in ``path`` is to run here: of a compiler too old for tiles one that leaves most
+    products to XLA's. Skips as ``level_of_processor``."""
+    level = level_of_processor()
+    return "avx512f" if level == "amx" and TILE_RELEASE not in path.read_bytes() else level
+
+
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     """Skips where there is no compiler."""
@@ -53,14 +64,14 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
         yield found
 
 
-def built(folder: Path) -> Path:
-    """A library made of the sources; skips where there is no compiler."""
+def built(folder: Path, *options: str) -> Path:
+    """A library made of the sources, with more ``options`` for the compiler; skips where there is no compiler."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("no C compiler")
     path = folder / "libjserve.so"
     try:
-        compile_library(path, compiler)
+        compile_library(path, [*compiler, *options])
     except NativeBuildError as e:
         pytest.fail(f"{compiler} cannot build the kernels: {e}")
     return path

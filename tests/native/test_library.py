@@ -12,13 +12,20 @@ from jserve.errors import ConfigError
 from jserve.model import native
 from jserve.native import compile as build, library
 from jserve.native.library import HANDLERS, LEVELS, Library, NoLibrary
-from tests.native.conftest import built, level_of_processor
+from tests.native.conftest import built, level_of, level_of_processor
 
 
 def test_the_level_is_what_the_system_says_of_the_processor(kernels):
-    level = level_of_processor()
+    level = level_of(Path(kernels.handle._name))
     assert kernels.level == level
     assert kernels.levels() == LEVELS[: LEVELS.index(level) + 1]
+
+
+@pytest.mark.slow
+def test_a_compiler_too_old_for_tiles_gives_a_level_without_them(tmp_path):
+    path = built(tmp_path, "-U__GNUC__", "-D__GNUC__=10", "-U__clang__")
+    found = library.load(path).level
+    assert found == level_of(path) == {"amx": "avx512f"}.get(level_of_processor(), found)
 
 
 def test_every_handler_is_in_the_library(kernels):
@@ -85,6 +92,18 @@ def test_a_compiler_that_fails_is_one_line(tmp_path):
         build.compile_library(out, ["false"])
     assert "\n" not in str(e.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_on_windows_there_is_none_and_nothing_is_compiled(kernels, tmp_path, monkeypatch):
+    path = Path(kernels.handle._name)
+    monkeypatch.setattr(library.sys, "platform", "win32")
+    with pytest.raises(NoLibrary, match="none for Windows"):
+        library.load(path)
+    with pytest.raises(build.NativeBuildError, match="none for Windows"):
+        build.compile_library(tmp_path / "libjserve.so", ["gcc"])
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(native, "installed", lambda: library.load(path))
+    assert native.chosen("auto", "cpu", "bfloat16") == ("", "there are none for Windows")
 
 
 def without(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:

@@ -14,7 +14,10 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.model import attn_native, attn_ref, native
 from jserve.model.attention import AttendArgs, Sinks, candidates
+from jserve.native.library import Library
 
+ATTENTIONS = ("avx2", "avx512_bf16", "amx")
+"""The levels with code of their own; avx512f has that of avx2."""
 K, M, P = 2, 6, 101
 APART = 2e-5
 """Largest error of a row of few tokens, of outputs of unit size."""
@@ -24,10 +27,12 @@ WINDOWS = ((0, 0), (20, 0), (20, 3), (33, 18), (1, 1))
 """(window, sinks)."""
 
 
-@pytest.fixture(autouse=True)
-def attends(level: str) -> None:
-    if not native.has_attention(level):
-        pytest.skip(f"level {level} has no attention")
+@pytest.fixture(params=ATTENTIONS)
+def level(request: pytest.FixtureRequest, kernels: Library, level: str) -> str:
+    """Each in turn, of those that this processor has; XLA knows the kernels by ``level`` of conftest.py."""
+    if request.param not in kernels.levels():
+        pytest.skip(f"this processor has no {request.param}")
+    return request.param
 
 
 def lengths(Z: int) -> np.ndarray:
@@ -113,7 +118,7 @@ def test_attention_is_that_of_the_reference(level, Z, H, window, sinks):
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
 
 
-@pytest.mark.parametrize("G", [1, 3, 4, 8])
+@pytest.mark.parametrize("G", [1, 3, 4, 8, 16])
 def test_query_heads_of_a_kv_head(level, G):
     s = drawn(16, 64, G, 20, 3, a_view(lengths(16)))
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART)
@@ -131,8 +136,10 @@ PREFILL = [
     (31, 65),
     (47, 31),
     (15, 8),
+    (62, 20),
 ]
-"""(start, tokens) of prefill rows: below, at and beyond a tile, half of one and a block, from any place of a page."""
+"""(start, tokens) of prefill rows: below, at and beyond a tile, half of one and a block, from any place of a page. The
+first token of the last one sees all but one of the positions that are scored at once."""
 
 
 @pytest.mark.one_in(4)
@@ -146,15 +153,17 @@ def test_tiles_are_those_of_the_reference(level, Z, H, window, sinks):
     assert (found[-3:] == 0).all()
 
 
-@pytest.mark.parametrize("G", [1, 3, 8])
+@pytest.mark.parametrize("G", [1, 3, 8, 16])
 def test_query_heads_in_tiles(level, G):
     s = drawn(16, 32, G, 20, 3, rows_view(PREFILL))
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART_TILES)
 
 
-def test_decode_and_prefill_rows_in_one_step(level):
+@pytest.mark.parametrize(("H", "window", "sinks"), [(64, 0, 0), (96, 20, 3), (256, 0, 0)])
+def test_decode_and_prefill_rows_in_one_step(level, H, window, sinks):
     decode = [(40, 1), (0, 0), (70, 3), (8, 2)]
-    s = drawn(16, 64, 2, 0, 0, rows_view([*decode, *PREFILL], J=3, D=len(decode), padding=7))
+    view = rows_view([*decode, *PREFILL], J=3, D=len(decode), padding=7)
+    s = drawn(16, H, 2, window, sinks, view)
     found, n = got(s, level), 3 * len(decode)
     np.testing.assert_allclose(found, wanted(s), atol=APART_TILES)
     np.testing.assert_allclose(found[:n], wanted(s)[:n], atol=APART)
@@ -235,8 +244,9 @@ def test_writes_are_those_of_xla(level):
     np.testing.assert_array_equal(found[0][0], kv[0][0])
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (270, 3)])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [pytest.param(0, 0, marks=pytest.mark.slow), (270, 3)]
+)
 def test_contexts_beyond_what_is_scored_at_once(level, window, sinks):
     starts = (254, 255, 256, 300, 511, 512, 600)
     s = drawn(16, 64, 3, window, sinks, rows_view([(n, 1) for n in starts], pages=40))

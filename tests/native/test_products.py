@@ -48,9 +48,10 @@ def test_silu_of_large_numbers_neither_overflows_nor_vanishes(kernels, each):
 
 
 def test_sizes_at_which_forms_change(kernels, each):
-    """Weights of more chunks than one, packed rows beyond what stays near, the last chunk not whole."""
+    """Weights of more chunks than one, packed rows beyond what stays near, the last chunk not whole, one row of x and
+    weight rows too long to be read one after the other."""
     sizes = ((1, 1037, 520), (7, 517, 300), (16, 530, 161), (100, 133, 1700), (545, 37, 300))
-    for M, N, K in sizes if each != "plain" else ((7, 131, 300),):
+    for M, N, K in (*sizes, (1, 19, 2075)) if each != "plain" else ((7, 131, 300),):
         x, w = operands(M, N, K)
         close(multiply(kernels, each, x, w), exact(x, w))
 
@@ -93,6 +94,28 @@ def test_what_is_not_finite_stays_in_its_row(kernels, each, M):
     got = multiply(kernels, each, x, w)
     assert np.isnan(got[:, 32]).all()
     assert np.array_equal(got[:, :32], clean[:, :32])
+
+
+@pytest.mark.parametrize("M", [1, 4, 8, 9, 17, 40, 65])
+def test_what_is_not_finite_in_gate_and_up_stays_in_its_row(kernels, each, M):
+    """In x its row, in the weights of the gate or of up a column."""
+    n = 37
+    x, w = operands(M, 2 * n, 75)
+    clean = multiply(kernels, each, x, w, fused=True)
+    others = np.arange(M) != M // 2
+    for bad in (np.nan, np.inf, -np.inf):
+        x[M // 2, 74] = bad
+        got = multiply(kernels, each, x, w, fused=True)
+        assert not np.isfinite(got[M // 2]).any()
+        assert np.array_equal(got[others], clean[others])
+    x, w = operands(M, 2 * n, 75)
+    for row, k in ((n - 1, 74), (n + 20, 0)):
+        kept, w[row, k] = w[row, k], np.nan
+        got = multiply(kernels, each, x, w, fused=True)
+        assert np.isnan(got[:, row % n]).all()
+        unharmed = np.arange(n) != row % n
+        assert np.array_equal(got[:, unharmed], clean[:, unharmed])
+        w[row, k] = kept
 
 
 @pytest.mark.parametrize("M", [1, 2, 7, 9, 33, 64])

@@ -92,7 +92,8 @@ def test_the_lowest_levels_take_more_rows_of_int4(level):
 def test_whole_steps_are_close_to_xla_and_to_alone(level, name):
     steps = rig.runner("native", 1, name)
     assert "jserve.quantised_product.v2" in steps.programs.hlo(rig.BUCKETS[0])
-    wanted = equal.alone(steps, requests(20))
-    compare(equal.run(steps, requests(20), equal.PLAIN, random.Random(0)), wanted)
+    asked = requests(20)
+    wanted = equal.alone(steps, asked)
+    compare(equal.run(steps, asked, equal.PLAIN, random.Random(0)), wanted, asked)
     if name in ("int8-weight-only", "int4"):  # rounded activations may round to another neighbour
-        compare(wanted, equal.alone(rig.runner("xla", 1, name), requests(20)))
+        compare(wanted, equal.alone(rig.runner("xla", 1, name), asked), asked)

@@ -316,6 +316,7 @@ TRACED: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
     "arch": lambda patch: _replaced(arch=dataclasses.replace(ARCH, norm=Norm(eps=1e-4)))(patch),
     "pages": _replaced(n_pages=5),
     "attention": lambda patch: {"model": shared(attention_backend="ref").model},
+    "level of the kernels": _replaced(kernels="avx2"),
     "source": _patched("jserve.runner.compiler.source_digest", lambda: "0"),
 }
 """What may make another text: nothing is loaded before that is looked at."""
