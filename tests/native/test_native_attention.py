@@ -255,19 +255,6 @@ def test_contexts_beyond_what_is_scored_at_once(level, window, sinks):
     np.testing.assert_allclose(got(s, level), wanted(s), atol=APART_TILES)
 
 
-@pytest.mark.parametrize(
-    "what", [{"soft_cap": 5.0}, {"chunk": 20}, {"sink_logits_N": jnp.zeros(4)}], ids=str
-)
-def test_scores_that_it_has_not_are_left_to_xla(level, what, monkeypatch):
-    s = drawn(16, 64, 2, 0, 0, a_view(lengths(16)))
-    args = dataclasses.replace(s.args, **what)
-    other = dataclasses.replace(attn_native.XLA, attend=lambda args, kv, view: "by xla")
-    monkeypatch.setattr(attn_native, "XLA", other)
-    kv = tuple(jnp.asarray(x.astype(jnp.bfloat16).view(np.uint16)) for x in s.pools)
-    with native.kernels(level):
-        assert attn_native.attend(args, kv, s.view) == "by xla"
-
-
 def test_drafts_in_a_chain_see_one_another(level):
     length_T = np.asarray([31, 32, 33, 1, 2, 0, 64, 65, 66], np.int32)
     s = drawn(16, 64, 2, 0, 0, a_view(length_T, J=3))
