@@ -76,6 +76,9 @@ STAGES: dict[str, Stage] = {
     "prefill_times": Stage("bench.gpu_kernels", "prefill_times", 60, "FlashAttention-3 beside it"),
     "attention_peers": Stage("bench.gpu_attention_peers", "attention_peers", 90, "what to beat"),
     "serving": Stage("bench.gpu_serving", "serving", 240, "tokens a second over HTTP"),
+    "serving_speculative": Stage(
+        "bench.gpu_serving", "serving_speculative", 180, "S1 550 tok/s, 128 users: 0.98 of plain"
+    ),
     "mla_times": Stage("bench.gpu_latents", "mla_times", 60, "80 % of bytes, 550 TFLOP/s"),
     "experts_numerics": Stage("bench.gpu_experts", "experts_numerics", 60, "rel < 1e-2, stable"),
     "experts_times": Stage("bench.gpu_experts", "experts_times", 90, "85 % of bytes, 600 TFLOP/s"),

@@ -83,7 +83,8 @@ def _loop(x: Line) -> tuple[str, str]:
 
 def _served(x: Line) -> tuple[str, str]:
     latencies = f"TTFT {x['ttft_p50_ms']:.0f} ms, ITL {x['itl_p50_ms']:.1f} ms"
-    return f"{x['output_tok_s']:,.0f} tok/s, {latencies}", ""
+    beside = f", {x['over_plain']:.2f} x without drafts" if "over_plain" in x else ""
+    return f"{x['output_tok_s']:,.0f} tok/s, {latencies}{beside}", ""
 
 
 ROWS = (
@@ -108,6 +109,7 @@ ROWS = (
     Row("gemm_times", r".*", _beside_cublaslt),
     Row("candidate_times", r".*", _beside_xla),
     Row("serving", r".*/.*@\d+|S1", _served),
+    Row("serving_speculative", r".*/.*@\d+|S1", _served),
     Row("peers", r".*", _loop),
 )
 NUMERICS = (
