@@ -153,10 +153,14 @@ def with_attention(
     experts = _experts(arch, parts)
     if name == "dense_experts" and experts is None:
         name = "dense"
-    if name in KERNELS:
-        heads = (arch.H, arch.N // arch.K, page_size, kv_name(config, dtype))
+    heads = (arch.H, arch.N // arch.K, page_size, kv_name(config, dtype))
+    while name in KERNELS:
         fault = selftest.fault(selftest.command(name, *heads, experts, _latent(arch)))
-        name, reason = ("dense", fault) if fault else (name, reason)
+        if not fault:
+            break
+        # Where attention fails the experts' kernel may still be right.
+        name = "dense_experts" if name == "hopper" and experts is not None else "dense"
+        reason = reason or fault
     if name != "hopper":
         log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
     options = dataclasses.replace(config.device, attention_backend=name)

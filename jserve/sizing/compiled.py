@@ -58,7 +58,8 @@ def with_compiled(
     plain = [i for i, b in enumerate(laid.buckets) if not b.features]
     for done, i in enumerate(plain):
         progress("compile", done, len(plain))
-        figures = _figures(compile_step(model, laid.buckets[i]), programs[i].weight_bytes)
+        step = compile_step(model, laid.buckets[i], options.cuda_graphs)
+        figures = _figures(step, programs[i].weight_bytes)
         programs[i] = dataclasses.replace(programs[i], compiled=figures)
     progress("compile", len(plain), len(plain))
     return dataclasses.replace(found, programs=tuple(programs))
@@ -103,7 +104,8 @@ def compiled_steps(
         kv_dtype=attention.kv_dtype(found.dtype),
         dtype=found.dtype,
     )
-    reports = [compile_step(made, bucket) for bucket in BUCKETS]
+    graphs = config.device.cuda_graphs
+    reports = [compile_step(made, bucket, graphs) for bucket in BUCKETS]
     return tuple(_figures(r, weight_bytes) | exchanged(r.hlo, mesh.shape) for r in reports)
 
 
@@ -117,16 +119,15 @@ def exchanged(hlo: str, sizes: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def compile_step(model: StepModel, bucket: Bucket) -> aot.Report:
-    """The step of one bucket, compiled as ``Programs`` would, for the described devices of
+def compile_step(model: StepModel, bucket: Bucket, cuda_graphs: str = "step") -> aot.Report:
+    """The step of one bucket, compiled as ``Programs`` would with option ``cuda_graphs``, for the described devices of
     ``model.mesh``."""
     whole = NamedSharding(model.mesh, PartitionSpec())
     size = buffer_size(model.fields(bucket))
     buf: Any = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
     args = (model.abstract_params(), model.abstract_state(), buf)
-    return aot.compile_for(
-        make_step(model, bucket), *args, donate=(1,), options=compile_options("cuda")
-    )
+    options = compile_options("cuda", cuda_graphs)
+    return aot.compile_for(make_step(model, bucket), *args, donate=(1,), options=options)
 
 
 def _figures(report: aot.Report, weight_bytes: int) -> dict[str, Any]:

@@ -235,6 +235,26 @@ def test_experts_have_their_kernel_where_attention_has_none(monkeypatch, caplog)
 
 
 @pytest.mark.usefixtures("new_jax")
+@pytest.mark.parametrize(
+    ("wrong", "served"),
+    [({"hopper"}, "dense_experts"), ({"hopper", "dense_experts"}, "dense"), (set(), "hopper")],
+)
+def test_where_attention_fails_experts_may_keep_their_kernel(
+    monkeypatch, caplog, wrong: set[str], served: str
+) -> None:
+    def tried(name: str, *_: Any) -> list[str]:
+        return child("raise SystemExit('rows differ')" if name in wrong else "")
+
+    monkeypatch.setattr(selftest, "command", tried)
+    moe = replace(MOE, F=64)
+    arch = replace(ARCH, D=128, layers=tuple(replace(x, ffn=moe) for x in ARCH.layers))
+    arch, bf16 = with_heads(arch, H=128), jnp.dtype(jnp.bfloat16)
+    found = build_runner.with_attention(EngineConfig.of(), arch, bf16, H200, None)
+    assert found.device.attention_backend == served
+    assert ("rows differ" in caplog.text) == bool(wrong)
+
+
+@pytest.mark.usefixtures("new_jax")
 def test_a_model_without_experts_has_no_use_for_their_kernel() -> None:
     with pytest.raises(ConfigError, match=r"for models with experts, .* dense serves it") as error:
         attention.check_layers(
