@@ -276,9 +276,6 @@ def check_step(
     large = report.copies(min(layer_bytes(model) // 2, smallest_matrix(model)))
     moved = [copy for copy in large if re.search(r" (bf16|f8e4m3fn|s8)\[", copy)]
     assert not moved, moved
-    drawn = bucket.D * bucket.J + bucket.F
-    logits = [copy for copy in report.copies(drawn * arch.V * 4 // tp) if " f32[" in copy]
-    assert not logits, "sampling copies logits"
     assert report.launches() == ["kCommandBuffer"], "a step is not one CUDA graph"
     if not reads_queries_where_they_lie(model, bucket):
         assert "kDynamicSliceFusion" not in report.thunks, "a kernel reads a slice of another array"
