@@ -29,13 +29,17 @@ N_PAGES = 280
 DIMS = StepDims(C=8, M=M, Z=Z, V=32)
 FULL = M * Z
 FULL_SPAN = Span()
+SOFT_CAP = 5.0
+"""Below the largest scores, which reach twice that."""
 KINDS = [
-    (FULL_SPAN, False),
-    (Span(window=11), False),
-    (Span(window=150), False),
-    (Span(chunk=21), True),
+    (FULL_SPAN, False, 0.0),
+    (Span(window=11), False, 0.0),
+    (Span(window=150), False, 0.0),
+    (Span(chunk=21), True, 0.0),
+    (FULL_SPAN, False, SOFT_CAP),
+    (Span(window=150), False, SOFT_CAP),
 ]
-"""What tokens see, and whether sink logits join."""
+"""What tokens see, whether sink logits join, and the soft cap of scores."""
 SINK_LOGITS = np.array([2.5, -1.0, 0.3, 6.0], np.float32)
 """Of each query head; the last one takes most of the weight."""
 
@@ -101,6 +105,7 @@ def run(
     J: int = 1,
     span: Span = FULL_SPAN,
     logits: bool = False,
+    soft_cap: float = 0.0,
     seed: int = 0,
     keys: tuple[int, ...] = (),
     stored: Any = jnp.float32,
@@ -128,7 +133,7 @@ def run(
             row.pages[i] = 0
     kv = tuple(_layout(attn, p, stored) for p in pools)
     buf = pack(bucket, DIMS, attn, decode, prefill)
-    out = np.asarray(_compiled(name, bucket, span, logits)(buf, *step[:, :], kv))
+    out = np.asarray(_compiled(name, bucket, span, logits, soft_cap)(buf, *step[:, :], kv))
     assert np.isfinite(out).all()
     return [out[first : first + n] for first, n in spans]
 
@@ -160,25 +165,27 @@ def _step_args(name: str, bucket: Bucket) -> list[Any]:
 
 
 @lru_cache
-def _compiled(name: str, bucket: Bucket, span: Span, logits: bool = False) -> Any:
-    return jax.jit(partial(_step, backend(name), bucket, span, logits))
+def _compiled(
+    name: str, bucket: Bucket, span: Span, logits: bool = False, soft_cap: float = 0.0
+) -> Any:
+    asked = {
+        "window": span.window,
+        "chunk": span.chunk,
+        "scale": 0.4,
+        "sink_logits_N": SINK_LOGITS if logits else None,
+        "soft_cap": soft_cap,
+    }
+    return jax.jit(partial(_step, backend(name), bucket, asked))
 
 
 def _step(
-    attn: Any, bucket: Bucket, span: Span, logits: bool, buf: Any, q: Any, k: Any, v: Any, kv: Any
+    attn: Any, bucket: Bucket, asked: dict[str, Any], buf: Any, q: Any, k: Any, v: Any, kv: Any
 ) -> Any:
     zeros = jnp.zeros(DIMS.C, jnp.int32)
     fields = layout(bucket, DIMS, attn.plan_shapes(bucket, DIMS))
     view = unpack(buf, fields, bucket, DIMS, NoSlots(zeros, zeros))
     kv = attn.write_kv(kv, k[:, :K], v[:, :K], view)
-    args = AttendArgs(
-        q_TNH=q,
-        window=span.window,
-        chunk=span.chunk,
-        scale=0.4,
-        sink_logits_N=jnp.asarray(SINK_LOGITS) if logits else None,
-    )
-    return attn.attend(args, kv, view)
+    return attn.attend(AttendArgs(q_TNH=q, **asked), kv, view)
 
 
 def test_kernels_in_a_partitioned_step_see_the_heads_of_their_device(
@@ -204,7 +211,7 @@ def test_kernels_in_a_partitioned_step_see_the_heads_of_their_device(
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def dense(case: Case, r: int, span: Span, logits: bool) -> np.ndarray:
+def dense(case: Case, r: int, span: Span, logits: bool, soft_cap: float) -> np.ndarray:
     """The same attention of one row in float64 numpy, without pages."""
     start, n = (case.decode + case.prefill)[r]
     k, v = (content((r,), 0, start + n, what).astype(np.float64) for what in range(2))
@@ -214,7 +221,8 @@ def dense(case: Case, r: int, span: Span, logits: bool) -> np.ndarray:
         low = max(at + 1 - span.window, 0) if span.window else 0
         low = at - at % span.chunk if span.chunk else low
         for h in range(K * G):
-            p = np.exp(k[low : at + 1, h // G] @ q[h] * 0.4)
+            score = k[low : at + 1, h // G] @ q[h] * 0.4
+            p = np.exp(soft_cap * np.tanh(score / soft_cap) if soft_cap else score)
             total = p.sum() + (np.exp(SINK_LOGITS[h]) if logits else 0.0)
             out[i, h] = p / total @ v[low : at + 1, h // G]
     return out
@@ -237,22 +245,26 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.one_in(16)
-@pytest.mark.parametrize(("span", "logits"), KINDS, ids=str)
+@pytest.mark.parametrize(("span", "logits", "soft_cap"), KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_ref(case: str, span: Span, logits: bool, name: str) -> None:
-    want = run("ref", CASES[case], span=span, logits=logits)
-    got = run(name, CASES[case], span=span, logits=logits)
+def test_agrees_with_ref(case: str, span: Span, logits: bool, soft_cap: float, name: str) -> None:
+    want = run("ref", CASES[case], span=span, logits=logits, soft_cap=soft_cap)
+    got = run(name, CASES[case], span=span, logits=logits, soft_cap=soft_cap)
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("span", "logits"), [KINDS[0], KINDS[1], KINDS[3]], ids=str)
+@pytest.mark.parametrize(
+    ("span", "logits", "soft_cap"), [KINDS[0], KINDS[1], KINDS[3], KINDS[5]], ids=str
+)
 @pytest.mark.parametrize("case", VERIFY)
-def test_rows_of_several_tokens(case: str, span: Span, logits: bool, name: str) -> None:
-    want = run("ref", VERIFY[case], J=3, span=span, logits=logits)
-    got = run(name, VERIFY[case], J=3, span=span, logits=logits)
+def test_rows_of_several_tokens(
+    case: str, span: Span, logits: bool, soft_cap: float, name: str
+) -> None:
+    want = run("ref", VERIFY[case], J=3, span=span, logits=logits, soft_cap=soft_cap)
+    got = run(name, VERIFY[case], J=3, span=span, logits=logits, soft_cap=soft_cap)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
@@ -270,18 +282,30 @@ def test_pages_given_back_are_not_missed(case: str, span: Span, name: str) -> No
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("span", "logits"), KINDS, ids=str)
-def test_ref_agrees_with_dense_numpy(span: Span, logits: bool) -> None:
+@pytest.mark.parametrize(("span", "logits", "soft_cap"), KINDS, ids=str)
+def test_ref_agrees_with_dense_numpy(span: Span, logits: bool, soft_cap: float) -> None:
     case = CASES["mixed"]
-    for r, got in enumerate(run("ref", case, span=span, logits=logits)):
-        np.testing.assert_allclose(got, dense(case, r, span, logits), atol=2e-6)
+    for r, got in enumerate(run("ref", case, span=span, logits=logits, soft_cap=soft_cap)):
+        np.testing.assert_allclose(got, dense(case, r, span, logits, soft_cap), atol=2e-6)
 
 
-@pytest.mark.parametrize(("span", "logits"), [KINDS[0], KINDS[1], KINDS[3]], ids=str)
-def test_decode_row_does_not_depend_on_the_batch(span: Span, logits: bool) -> None:
-    together = run("xla", CASES["one long, rest short"], span=span, logits=logits)
+@pytest.mark.parametrize(
+    ("span", "logits", "soft_cap"), [KINDS[0], KINDS[1], KINDS[3], KINDS[4]], ids=str
+)
+def test_decode_row_does_not_depend_on_the_batch(span: Span, logits: bool, soft_cap: float) -> None:
+    together = run(
+        "xla", CASES["one long, rest short"], span=span, logits=logits, soft_cap=soft_cap
+    )
     for r, place in enumerate(CASES["one long, rest short"].decode):
-        alone = run("xla", Case(decode=(place,)), span=span, logits=logits, seed=5, keys=(r,))
+        alone = run(
+            "xla",
+            Case(decode=(place,)),
+            span=span,
+            logits=logits,
+            soft_cap=soft_cap,
+            seed=5,
+            keys=(r,),
+        )
         np.testing.assert_array_equal(alone[0], together[r])
 
 

@@ -354,8 +354,14 @@ NIGHTLY = (
     "granite-moe",
 )
 """Of parts that other cases, or ``test_rope``, have too."""
+ALWAYS = ("gemma2", "gpt-oss")
+"""Scores that are capped and sink logits that join a softmax, which few other cases have."""
 RUNS = [
-    *(pytest.param(c, "xla", marks=pytest.mark.slow if c in NIGHTLY else ()) for c in CASES),
+    *(
+        pytest.param(c, "xla", marks=pytest.mark.slow if c in NIGHTLY else ())
+        for c in CASES
+        if c not in ALWAYS
+    ),
     *((case, "ref") for case in ON_REF),
 ]
 
@@ -386,6 +392,11 @@ def check(case: str, attn: str, n: int) -> None:
 @pytest.mark.parametrize(("case", "attn"), RUNS)
 def test_same_logits_and_tokens_as_transformers(case: str, attn: str) -> None:
     check(case, attn, 64)
+
+
+@pytest.mark.parametrize("case", ALWAYS)
+def test_capped_scores_and_sink_logits_as_in_transformers(case: str) -> None:
+    check(case, "xla", 64)
 
 
 @pytest.mark.slow

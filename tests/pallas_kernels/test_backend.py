@@ -58,6 +58,7 @@ def step(
     dtype: Any = jnp.bfloat16,
     form: str = "",
     sink_logits_N: Any = None,
+    soft_cap: float = 0.0,
 ) -> np.ndarray:
     """Output of the step's real tokens. ``release`` gives back the pages behind the window: their
     entries are 0, they and page 0 hold NaN. ``form``: of a pool of bytes, whose pages have 32 tokens."""
@@ -90,7 +91,13 @@ def step(
     fields = layout(bucket, dims, attn.plan_shapes(bucket, dims))
     view = unpack(jnp.asarray(buf), fields, bucket, dims, NoSlots(zeros, zeros))
     kv = attn.write_kv(kv, jnp.asarray(k), jnp.asarray(v), view)
-    args = AttendArgs(q_TNH=jnp.asarray(q), window=window, scale=0.2, sink_logits_N=sink_logits_N)
+    args = AttendArgs(
+        q_TNH=jnp.asarray(q),
+        window=window,
+        scale=0.2,
+        sink_logits_N=sink_logits_N,
+        soft_cap=soft_cap,
+    )
     out = np.asarray(attn.attend(args, kv, view))
     assert out.dtype == np.float32
     assert np.isfinite(out).all()
@@ -108,6 +115,13 @@ def test_sink_logits_agree_with_ref() -> None:
     want = step("ref", case, 40, sink_logits_N=logits)
     assert np.abs(want - step("ref", case, 40)).max() > 0.1
     np.testing.assert_allclose(step("hopper", case, 40, sink_logits_N=logits), want, atol=2e-2)
+
+
+def test_soft_caps_agree_with_ref() -> None:
+    case = "decode, verify and prefill"
+    want = step("ref", case, 40, soft_cap=1.0)
+    assert np.abs(want - step("ref", case, 40)).max() > 0.1
+    np.testing.assert_allclose(step("hopper", case, 40, soft_cap=1.0), want, atol=2e-2)
 
 
 @pytest.mark.parametrize("case", ["decode, verify and prefill", "a tree and prefill"])

@@ -84,8 +84,26 @@ def test_equals_a_plain_assembly(tmp_path: Path, name: str, tp: int) -> None:
     assert_equal(loaded(model, tp), expected(model, tp))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_mxfp4_is_decoded(tmp_path: Path, tp: int) -> None:
+def numbers_of(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """bfloat16[E, D, N] of mxfp4 blocks [E, N, D / 32, 16] with their scales, from its table."""
+    numbers = [s * x for s in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+    halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:3], 32)
+    values = np.array(numbers)[halves] * 2.0 ** (scales.astype(int) - 127)[..., None]
+    return values.reshape(*blocks.shape[:2], -1).swapaxes(1, 2).astype(BF16)
+
+
+def numbers_of_transformers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The same by transformers."""
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    found = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+    return found.float().numpy().astype(BF16)
+
+
+@pytest.mark.parametrize(
+    ("tp", "numbers"), [(1, numbers_of), (2, numbers_of), (1, numbers_of_transformers)]
+)
+def test_mxfp4_is_decoded(tmp_path: Path, tp: int, numbers: Any) -> None:
     """Blocks and scales give what their numbers in bfloat16 give."""
     stated = {"quantization_config": {"quant_method": "mxfp4"}}
     model = Model(tmp_path / "m", GPT_OSS | stated)
@@ -95,11 +113,8 @@ def test_mxfp4_is_decoded(tmp_path: Path, tp: int) -> None:
         blocks = rng.integers(0, 256, (E, N, D // 32, 16), np.uint8)
         scales = rng.integers(120, 131, (E, N, D // 32), np.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        signs = [1.0, -1.0]
-        numbers = [s * x for s in signs for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-        halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(E, N, D // 32, 32)
-        values = np.array(numbers)[halves] * 2.0 ** (scales.astype(int) - 127)[..., None]
-        model.tensors[name] = values.reshape(E, N, D).swapaxes(1, 2).astype(BF16)
+        model.tensors[name] = numbers(blocks, scales)
+        assert model.tensors[name].shape == (E, D, N)
     want, model.tensors = expected(model, tp), packed
     assert_equal(loaded(model.single(), tp), want)
     del packed["model.layers.0.mlp.experts.down_proj_scales"]

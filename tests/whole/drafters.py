@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jserve.model.arch import resized
 from jserve.model.draft_tree import TreeShape
 from jserve.model.families import family_for
 from jserve.model.features import SCORE
@@ -32,17 +31,24 @@ TREES = KINDS[:-1]
 """Those that can draft a tree."""
 
 
-def itself(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
+def itself(
+    arch: Any,
+    params: Any,
+    mesh: Any,
+    tree: TreeShape,
+    architecture: str = equal.TINY["architectures"][0],
+) -> LoadedDrafter:
     """The target as its own draft model: every draft is right, of a tree one branch."""
-    drafter = draft_model(family_for(equal.TINY), arch, arch)
+    drafter = draft_model(family_for({"architectures": [architecture]}), arch, arch)
     places = shardings(drafter.specs(mesh.shape["tp"]), mesh, ShardRules())
     params = jax.device_put(params, places)
     return LoadedDrafter(drafter=drafter, params=params, n_draft=3, tree=tree)
 
 
 def head(arch: Any, params: Any, mesh: Any, tree: TreeShape) -> LoadedDrafter:
-    """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then."""
-    own = resized(arch, L=1)
+    """An EAGLE-3 head of random weights: its drafts are wrong but for one now and then. Its layer is plain, whatever
+    the target's are, as published heads' are."""
+    own = family_for(equal.TINY).arch(equal.TINY | {"num_hidden_layers": 1, "hidden_size": arch.D})
     drafter = eagle3(own, arch, taps=(0, 1, 2), own_embed=False, mapped=False)
     return _random(drafter, mesh, tree)
 
@@ -76,9 +82,21 @@ def drafting(
     kind: str, tree: TreeShape = (), tp: int = 1, sharding: str | None = None
 ) -> ModelRunner:
     """A runner with a drafter of ``KINDS``, whose one program takes every plan."""
-    wide = Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, features=(SCORE,))
     drafter = partial(MAKERS[kind], tree=tree)
-    return equal.make_runner(tp, drafter, (wide,), sharding=sharding)
+    return equal.make_runner(tp, drafter, (_wide(tree),), sharding=sharding)
+
+
+def drafting_of(
+    architecture: str, config: dict[str, Any], kind: str, tree: TreeShape = ()
+) -> ModelRunner:
+    """The same of transformers' tiny model of an architecture."""
+    own = {"architecture": architecture} if kind == "draft" else {}
+    drafter = partial(MAKERS[kind], tree=tree, **own)
+    return equal.runner_of(architecture, config, drafter, (_wide(tree),))
+
+
+def _wide(tree: TreeShape) -> Bucket:
+    return Bucket(D=8, P=64, F=8, J=4, n_draft=3, tree=tree, features=(SCORE,))
 
 
 class Watching:

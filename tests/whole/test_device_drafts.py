@@ -19,9 +19,10 @@ from jserve.model.mesh import make_mesh
 from jserve.model.shard import ShardRules
 from jserve.runner.runner import ModelRunner
 from jserve.sampling import StructuredOutputs
+from tests.model.test_parity import CASES
 from tests.whole import equal
 from tests.whole.conftest import SMALL_OPTIONS
-from tests.whole.drafters import TREE, Watching, drafting
+from tests.whole.drafters import TREE, Watching, drafting, drafting_of
 from tests.whole.test_equalities import compare
 
 SHAPES = {"draft": (), "eagle3": TREE}
@@ -35,12 +36,14 @@ def check_workload(
     *,
     preempts: bool = False,
     sharding: str | None = None,
+    drafted: ModelRunner | None = None,
 ) -> Watching:
+    """``drafted``: the runner that drafts, of another model than the tiny one."""
     rng = random.Random(seed)
     requests = equal.draw_requests(rng, f"d{seed}")
     alone = equal.alone(plain, requests)
     way = dataclasses.replace(equal.Way.draw(rng), drafts=False, random_buckets=False)
-    device: Any = Watching(drafting(kind, SHAPES[kind], tp, sharding))
+    device: Any = Watching(drafted or drafting(kind, SHAPES[kind], tp, sharding))
     compare(equal.run(device, requests, way, rng, preempts=preempts), alone)
     return device
 
@@ -97,6 +100,21 @@ def test_any_sharding_equals_one_device(runner, kind: str, name: str) -> None:
     sharding = json.dumps(SHARDINGS[name])
     stood = [check_workload(runner, kind, seed, sharding=sharding).stood for seed in (300, 301)]
     assert sum(stood) > (30 if kind == "draft" else 0)
+
+
+FAMILIES = ("gemma2", "deepseek-v3", "gpt-oss", "llama4", "olmoe")
+"""Scaled embeddings and capped logits, latents, sink logits, chunks, experts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(("kind", "tree"), [("draft", ()), ("medusa", TREE), ("eagle3", TREE)])
+def test_drafts_change_no_token_of_any_family(kind: str, tree: tuple[int, ...], case: str) -> None:
+    plain, drafted = equal.runner_of(*CASES[case]), drafting_of(*CASES[case], kind, tree)
+    devices = [check_workload(plain, kind, seed, drafted=drafted) for seed in range(300, 304)]
+    assert sum(d.drafted for d in devices) > 50
+    if kind == "draft":
+        assert sum(d.stood for d in devices) > 50
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jserve.model.mesh import group_meshes
+from jserve.sampling import SamplingParams
 from jserve.sharding import Sharding
+from jserve.types import Request
 from tests.whole import equal
 
 slow = pytest.mark.slow
@@ -38,6 +40,23 @@ def check_workload(runner, seed: int, other=None) -> None:
     truth = {key: answer[0] for key, answer in alone.items()}
     way = equal.Way.draw(rng)
     compare(equal.run(other or runner, requests, way, rng, truth), alone)
+
+
+def test_draws_are_not_what_greedy_rows_say(runner) -> None:
+    """Where one token has all the probability, the equalities here would say nothing of sampling."""
+
+    def said(tag: str, temperature: float) -> list[equal.Answer]:
+        asked = SamplingParams(temperature=temperature, seed=7, max_tokens=24, logprobs=0)
+        prompts = [tuple(range(i, i + 9)) for i in range(4)]
+        requests = [
+            Request(id=f"{tag}{i}", prompt_ids=ids, params=asked) for i, ids in enumerate(prompts)
+        ]
+        return list(equal.alone(runner, requests).values())
+
+    for drawn, greedy in zip(said("drawn", 1.0), said("greedy", 0.0), strict=True):
+        assert drawn[0] != greedy[0]
+        assert np.median(drawn[2]) < -0.5
+        assert len(set(greedy[0])) > 1
 
 
 @pytest.mark.one_in(8)

@@ -355,6 +355,49 @@ def spoken(kind: str, pieces: list[str], *, calls: bool = True) -> ParsedDelta:
     return parsed
 
 
+class Vocabulary:
+    """A tokenizer of these words and single characters."""
+
+    special_ids = frozenset[int]()
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def token_id(self, token: str) -> int | None:
+        return self.words.index(token) if token in self.words else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1000 + ord(c) for c in text]
+
+
+PUBLISHED_TAGS = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "exaone_deep": ("<thought>", "</thought>"),
+    "cohere_command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+}
+
+
+@pytest.mark.parametrize("asked", ["by name", "auto"])
+@pytest.mark.parametrize("name", PUBLISHED_TAGS)
+def test_every_cut_of_a_thought_between_published_tags(name: str, asked: str) -> None:
+    begin, end = PUBLISHED_TAGS[name]
+    options = ModelOptions(
+        model="m", tool_call_parser="none", reasoning_parser=name if asked == "by name" else "auto"
+    )
+    speech = speech_of(options, None, Vocabulary(begin, end))
+    assert speech.tags == (begin, end)
+    text = f"{begin}a {begin[:-1]} b{end}\n\nok {begin}"
+    cuts = range(len(text) + 1)
+    for i, j in itertools.combinations_with_replacement(cuts, 2):
+        parser = speech.parser(State.LEAD, calls=False)
+        parsed = ParsedDelta()
+        for piece in (text[:i], text[i:j], text[j:]):
+            parsed.add(parser.feed(piece))
+        parsed.add(parser.close())
+        assert flat(parsed) == (f"a {begin[:-1]} b", f"ok {begin}", []), (i, j)
+
+
 def test_an_answer_between_control_tokens_is_read_without_tools():
     text = "<|START_RESPONSE|>Hello.<|END_RESPONSE|>"
     assert spoken("cohere_command", [text], calls=False).content == "Hello."
