@@ -108,8 +108,11 @@ FAMILIES = ("gemma2", "deepseek-v3", "gpt-oss", "llama4", "olmoe")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES)
-@pytest.mark.parametrize(("kind", "tree"), [("draft", ()), ("medusa", TREE), ("eagle3", TREE)])
+@pytest.mark.parametrize(
+    ("kind", "tree"), [("draft", ()), ("draft", TREE), ("medusa", TREE), ("eagle3", TREE)], ids=str
+)
 def test_drafts_change_no_token_of_any_family(kind: str, tree: tuple[int, ...], case: str) -> None:
+    """Where the target drafts a tree for itself, tokens that are drawn stand in its second branch: their KV moves."""
     plain, drafted = equal.runner_of(*CASES[case]), drafting_of(*CASES[case], kind, tree)
     devices = [check_workload(plain, kind, seed, drafted=drafted) for seed in range(300, 304)]
     assert sum(d.drafted for d in devices) > 50
