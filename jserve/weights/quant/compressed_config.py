@@ -65,9 +65,7 @@ def _group(at: str, given: Any, top: str, dtype: str) -> Group:
         strategy=strategy,
         group=group,
         block=_block(weights, inside) if strategy == "block" else (0, 0),
-        symmetric=one_of(
-            weights, "symmetric", *((True,) if is_float else (True, False)), at=inside
-        ),
+        symmetric=one_of(weights, "symmetric", *_symmetric(fmt, is_float, strategy), at=inside),
         ordered=group > 0 and order in (True, "group"),
         rounded=rounded,
         static=static,
@@ -97,6 +95,12 @@ def _strategy(weights: Mapping[str, Any], fmt: str, at: str) -> str:
     one_of(weights, "strategy", "tensor_group" if fmt == NVFP4 else "group", at=at)
     one_of(weights, "group_size", GROUP_SIZES[fmt], at=at)
     return "group"
+
+
+def _symmetric(fmt: str, is_float: bool, strategy: str) -> tuple[bool, ...]:
+    """What ``symmetric`` may be: zeros are of integers, and packed along the rows of a matrix."""
+    no_rows = strategy == "block" or (fmt == PACKED and strategy == "tensor")
+    return (True,) if is_float or no_rows else (True, False)
 
 
 def _block(weights: Mapping[str, Any], at: str) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 qweight  int32[D * bits / 32, N]   values along D, lowest bits first
 qzeros   int32[D / g, N * bits / 32]   along N; version 1 has them less one
 scales   float16[D / g, N]         w[n, d] = (q - zero) * scale, of group g_idx[d]
-g_idx    int32[D]                  missing or d // g unless ``desc_act``
+g_idx    int32[D]                  with ``desc_act``; elsewhere missing or d // g
 
 3 bits lie end to end over the borders of words. ``dynamic`` has modules with bits of their own, or none.
 """
@@ -98,6 +98,8 @@ class Gptq:
         tensors.check(name, shape, ("int32",))
         tensors.check(f"{stem}.scales", (groups, N), FLOATS)
         tensors.check(f"{stem}.qzeros", (groups, N * self.bits // 32), ("int32",))
+        if self.ordered and self.group:
+            tensors.check(f"{stem}.g_idx", (D,), ("int32", "int64"))
         return N, D
 
     def read(self, tensors: Tensors, stem: str) -> Matrix:
