@@ -262,6 +262,9 @@ INT4 = CT["config_groups"]["group_0"]["weights"]
 GPTQ, NVFP4 = gptq(4, 32, True, 1).config, FORMATS["nvfp4"].config
 
 
+AWQ = FORMATS["awq"].config
+
+
 STATIC = FORMATS["float static"].config
 
 
@@ -316,7 +319,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "config_groups.g.input_activations.symmetric",
     ),
-    "sparse": (CT | {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+    "sparse": (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
+    "sparse of no format": (CT | {"sparsity_config": {"targets": []}}, "sparsity_config.format"),
+    "sparse of no object": (CT | {"sparsity_config": "dense"}, "sparsity_config"),
+    "gptq format": (GPTQ | {"format": "marlin", "checkpoint_format": None}, "format"),
+    "gptq formats": (GPTQ | {"format": "gptq_v2"}, "format"),
+    "gptq for marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+    "gptq words": (GPTQ | {"pack_dtype": "int8"}, "pack_dtype"),
+    "awq of llm-awq": (AWQ | {"backend": "llm-awq"}, "backend"),
+    "awq format": (AWQ | {"format": "gemv"}, "format"),
     "bits": (CT | group(**INT4 | {"num_bits": 9}), "config_groups.g.weights.num_bits"),
     "order": (CT | group(**INT4 | {"actorder": "random"}), "config_groups.g.weights.actorder"),
     "slow pattern": (CT | {"ignore": ["re:(a+)+$"]}, "ignore"),
@@ -360,6 +371,29 @@ def test_a_setting_that_is_not_served_is_refused_by_name(case: str) -> None:
     with pytest.raises(ConfigError) as caught:
         scheme_of({"quantization_config": config}, jnp.float32)
     assert caught.value.field == f"quantization_config.{key}"
+
+
+DENSE = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"}
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("pack-quantized", {"sparsity_config": DENSE}),
+    "both versions": ("gptq version 2", {"format": "gptq_v2"}),
+    "an older version": ("gptq version 2", {"format": "gptq_v2", "checkpoint_format": None}),
+    "an older version 1": ("gptq 4 bits", {"format": "gptq", "checkpoint_format": None}),
+    "plain words": ("gptq 4 bits", {"is_marlin_format": False, "pack_dtype": "int32"}),
+    "backend of awq": ("awq", {"backend": "autoawq"}),
+    "any backend of awq": ("awq", {"backend": "auto", "format": "gemm", "version": None}),
+    "backend of auto-round": ("auto-round awq", {"backend": "auto_round:awq"}),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_keys_that_say_the_same_change_nothing(case: str) -> None:
+    name, more = SAME[case]
+    got, want = (
+        scheme_of({"quantization_config": {**FORMATS[name].config, **m}}, jnp.float32)
+        for m in (more, {})
+    )
+    assert got == want
 
 
 CONTRADICTED = {

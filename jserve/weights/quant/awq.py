@@ -98,6 +98,8 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Awq, Awq]:
     """
     one_of(config, "bits", 4)
     one_of(config, "version", "gemm", "GEMM", None)
+    one_of(config, "format", "gemm", None)
+    one_of(config, "backend", "autoawq", "auto", None)  # of others the words lie otherwise
     zeros = one_of(config, "zero_point", True, False)
     skipped = names(config, "modules_to_not_convert")
     if not config.get("lm_head"):

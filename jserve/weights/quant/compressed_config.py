@@ -29,9 +29,9 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Compressed, Compressed]
     Raises:
         ConfigError: it has what is not read; ``field`` is the key.
     """
-    for key in ("sparsity_config", "transform_config"):
-        if config.get(key):
-            refuse(key, "is not supported")
+    _check_dense(config.get("sparsity_config"))
+    if config.get("transform_config"):
+        refuse("transform_config", "is not supported")
     given = config.get(GROUPS) or {}
     if not isinstance(given, Mapping):
         refuse(GROUPS, "must be an object")
@@ -42,6 +42,14 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Compressed, Compressed]
     made = Compressed(groups=groups, ignore=names(config, "ignore"))
     check_patterns([*made.ignore, *(name for g in groups for name in g.targets)], GROUPS)
     return made, made
+
+
+def _check_dense(given: Any) -> None:
+    """Refuse a ``sparsity_config`` but one that says that nothing is left out of the matrices."""
+    if given and not isinstance(given, Mapping):
+        refuse("sparsity_config", "must be an object")
+    if given:
+        one_of(given, "format", "dense", at="sparsity_config.")
 
 
 def _group(at: str, given: Any, top: str, dtype: str) -> Group:
