@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jserve.model.quant import widened
+from jserve.model.quant import QTensor, widened
 from jserve.weights.offline.job import quantize
 from jserve.weights.offline.wish import Wish
 from tests.model import hf
@@ -56,6 +56,10 @@ def test_transformers_loads_it(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(np.asarray(widened(down)), its)
     wide = out.wide["model.layers.1.mlp.down_proj.weight"]
     assert np.abs(its - wide).mean() < 0.3 * np.abs(wide).mean()  # of others it is over 1
+    head, whole = loaded(out)["unembed"], name == "int4, head too"
+    assert isinstance(head, QTensor) == whole
+    its = oracle.lm_head.weight.detach().numpy()
+    np.testing.assert_array_equal(np.asarray(widened(head) if whole else head), its)
     off = np.abs(served(out) - want).mean() / np.abs(want).mean()
     # Its scale of a token of int8 is 254 / 255 of ours: the numbers of most activations are others.
     assert off < {"int8": 0.08, "fp8": 0.005}.get(name, 1e-5)
