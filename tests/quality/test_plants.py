@@ -40,8 +40,7 @@ def judged(directory: Path, reference: str = "", **options: Any) -> tuple[dict, 
     wish = QualityWish(directory=directory, questions=False, reference=reference)
     report = judge(EngineConfig.of(**SMALL, **options), wish, lambda *_: None)
     gate = shipped("gate.json")
-    form = {"uint4": "int4"}.get(report["form"], report["form"])
-    bounds = bounds_of(read_gate(gate), gate, form)
+    bounds = bounds_of(read_gate(gate), gate, report["form"])
     about = {"mean_kl", "p99_kl", "same_top", "ln_ppl_ratio", "worst_layer"}
     return report, failures(report["metrics"], {k: v for k, v in bounds.items() if k in about})
 

@@ -170,8 +170,9 @@ class _QuantizeJob:
             for part in (part for name in PRODUCTS for part in layer[name].parts):
                 module = stem(part.name)
                 found[module] = self._modules.form_of(module, part.shape[-1])
-        if not self._arch.tied or self._turn is not None:
-            found[HEAD] = self._modules.form_of(HEAD, self._arch.D)
+        # A tied head is named too: other readers take it for one of the matrices.
+        tied = self._arch.tied and self._turn is None
+        found[HEAD] = None if tied else self._modules.form_of(HEAD, self._arch.D)
         return found
 
     def _loaded(self, of: Callable[[Any], Any], source: Source, dtype: Any, **how: Any) -> Any:
