@@ -108,6 +108,14 @@ def of_format(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     return made
 
 
+@pytest.mark.parametrize("name", ["fp8 rows", "mxfp4", "nvfp4", "fp8 static", "int8 static"])
+def test_forms_that_no_option_makes_are_let_through(
+    of_format: Callable[[str], dict], name: str
+) -> None:
+    """As their bounds were measured: rounded to the nearest."""
+    of_format(name)
+
+
 @pytest.mark.parametrize("name", plants.READ)
 def test_a_fault_of_what_is_read_is_red(
     of_format: Callable[[str], dict],
