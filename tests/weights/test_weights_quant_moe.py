@@ -117,7 +117,7 @@ def test_mxfp4_experts_stay_in_4_bits(tmp_path: Path) -> None:
         loaded(model.single())
 
 
-LOGITS: dict[str, float] = {"qwen3 awq": 1e-5, "qwen3 fp8": 0.15, "deepseek": 0.3, "gpt-oss": 1e-5}
+LOGITS: dict[str, float] = {"qwen3 awq": 1e-5, "qwen3 fp8": 0.13, "deepseek": 0.25, "gpt-oss": 1e-5}
 """Case -> the bound of the mean error as a part of the mean logit. With activations in e4m3 it is 0.1 and 0.2."""
 
 
