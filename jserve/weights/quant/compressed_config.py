@@ -106,7 +106,7 @@ def _strategy(weights: Mapping[str, Any], fmt: str, at: str) -> str:
 
 
 def _symmetric(fmt: str, is_float: bool, strategy: str) -> tuple[bool, ...]:
-    """What ``symmetric`` may be: zeros are of integers, and packed along the rows of a matrix."""
+    """The values that ``symmetric`` may have: zeros are of integers, and packed along the rows of a matrix."""
     no_rows = strategy == "block" or (fmt == PACKED and strategy == "tensor")
     return (True,) if is_float or no_rows else (True, False)
 
