@@ -244,8 +244,8 @@ class Arch:
     logit_soft_cap: float = 0.0
     """As ``Attention.soft_cap``, of logits; after their scale."""
     kv_scales: str = ""
-    """Scales for KV of 8 bits in the checkpoint: ``tensor``, one for all kv heads, or ``attn_head``, one for each; empty:
-    there are none."""
+    """Scales for KV of 8 bits in the checkpoint: ``tensor``, one for all kv heads, or ``attn_head``, one for each; or
+    empty, none."""
     sinks: int = 0
     """First tokens that stay visible beside the windows (an option of the engine, not of config.json)."""
     kv_forms: tuple[str, ...] = ()
