@@ -52,9 +52,11 @@ def quality(
     """
     from jserve.quality.gate import bounds_of, failures, read_gate
     from jserve.quality.report import gated, shown
-    from jserve.quality.run import judge
+    from jserve.quality.run import judge, served_form
 
     forms = None if gate is None else read_gate(gate)
+    if gate is not None and forms is not None:
+        bounds_of(forms, gate, served_form(config))  # refused before it is judged for minutes
     with start_progress(console) as progress:
         found = judge(config, asked, progress)
     failed = []

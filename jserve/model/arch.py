@@ -243,8 +243,9 @@ class Arch:
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     """As ``Attention.soft_cap``, of logits; after their scale."""
-    kv_scales: bool = False
-    """The checkpoint has scales for KV of 8 bits."""
+    kv_scales: str = ""
+    """Scales for KV of 8 bits in the checkpoint: ``tensor``, one for all kv heads, or ``attn_head``, one for each; or
+    empty, none."""
     sinks: int = 0
     """First tokens that stay visible beside the windows (an option of the engine, not of config.json)."""
     kv_forms: tuple[str, ...] = ()

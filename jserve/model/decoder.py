@@ -22,6 +22,7 @@ from jserve.model.attention import LayerKV, capped
 from jserve.model.ctx import Ctx
 from jserve.model.dot import skip_unread
 from jserve.model.family import Family, Pass
+from jserve.model.hf_config import PER_HEAD
 from jserve.model.hf_keys import every_key
 from jserve.model.hf_values import Config
 from jserve.model.layers import (
@@ -50,6 +51,15 @@ from jserve.model.points import (
     is_by_head,
 )
 from jserve.model.shard import Axes
+
+KV_SCALES = (
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+    ("kv_scale", "kv_scale"),
+)
+"""Tensors of scales of keys and of values in an attention: of compressed-tensors, of modelopt, of AutoFP8, and of
+older files of it, which have one for both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +270,7 @@ def _attn_specs(
         "o": matrix(f"{attn}.o_proj", (D, heads.N * heads.H), ("embed", "kv_heads")),
     }
     if arch.kv_scales:
-        layer["kv_scale"] = kv_scale(attn, K)
+        layer["kv_scale"] = kv_scale(attn, K, arch.K if arch.kv_scales == PER_HEAD else 0)
     if heads.qkv_bias:
         layer["qkv_bias"] = qkv(arch, attn, K, "bias", fused=names.qkv)
     if heads.sink_logits:
@@ -324,21 +334,24 @@ def qkv(arch: Arch, at: str, K: int, kind: str, width: int = 0, fused: str = "")
     )
 
 
-def kv_scale(at: str, K: int) -> ParamSpec:
-    """float32 [K, 2]: what stored keys and values of a kv head are multiplied by; a checkpoint has one
-    number for all heads, beside the attention or, of modelopt, beside its projections."""
-    parts, beside = (
-        tuple(
-            Part(name=f"{at}.{name}", shape=(1,), view=(1, 1), repeat=K)
-            for name in (f"{first}k_scale", f"{second}v_scale")
-        )
-        for first, second in (("", ""), ("k_proj.", "v_proj."))
+def kv_scale(at: str, K: int, own: int) -> ParamSpec:
+    """float32 [K, 2]: what stored keys and values of a kv head are multiplied by.
+
+    Args:
+        K: kv heads that are kept.
+        own: those that have a number each in the checkpoint, of which K is a multiple; 0: one is for all heads, and its
+            tensors have any of the names in ``KV_SCALES``.
+    """
+    shape, n = ((own, 1, 1), own) if own else ((1,), 1)
+    parts, *others = (
+        tuple(Part(name=f"{at}.{x}", shape=shape, view=(n, 1), repeat=K // n) for x in names)
+        for names in KV_SCALES
     )
     return ParamSpec(
         shape=(K, 2),
         axes=("kv_heads", None),
         parts=parts,
-        spellings=(beside,),
+        spellings=() if own else tuple(others),
         concat=1,
         init=0.0,
         init_mean=1.0,

@@ -132,21 +132,24 @@ def _context(config: Config, scaling: RopeScaling | None) -> int:
 KV_SCHEME = {
     "num_bits": 8,
     "type": "float",
-    "strategy": "tensor",
     "symmetric": True,
     "dynamic": False,
 }
-"""The one scheme of 8-bit KV, as compressed-tensors describes it."""
+"""Of 8-bit KV, as compressed-tensors describes it."""
+TENSOR, PER_HEAD = "tensor", "attn_head"
+"""Its strategies: a scale of all kv heads, or of each."""
+STATIC = "static"
+"""The same with a scale of all heads, as AutoFP8 describes it."""
 
 
 DECODED = "mxfp4"
 """A ``quant_method`` whose weights a family decodes as they are loaded."""
 
 
-def kv_scales(config: Config, decoded: Sequence[str] = ()) -> bool:
-    """True if ``quantization_config`` has scales of a KV cache of 8 bits: then each layer has a ``k_scale`` and a
-    ``v_scale``. Quantised weights are the business of ``weights.quant``, but those of the methods in ``decoded``, which
-    are a family's own and its only ones."""
+def kv_scales(config: Config, decoded: Sequence[str] = ()) -> str:
+    """The strategy of the scales of a KV cache of 8 bits that ``quantization_config`` has: ``tensor`` or ``attn_head``,
+    then each layer has a ``k_scale`` and a ``v_scale``; empty: none. Quantised weights are the business of
+    ``weights.quant``, but those of the methods in ``decoded``, which are a family's own and its only ones."""
     key = "quantization_config"
     given = config.get(key)
     method = given.get("quant_method") if isinstance(given, Mapping) else None
@@ -155,21 +158,30 @@ def kv_scales(config: Config, decoded: Sequence[str] = ()) -> bool:
         refuse(key, f"quant_method {method!r}: {only}")
     scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
     if scheme is None:
-        return isinstance(given, Mapping) and _modelopt_kv(given, key)
+        return _modelopt_kv(given, key) if isinstance(given, Mapping) else ""
+    return _strategy(scheme, f"{key}.kv_cache_scheme")
+
+
+def _strategy(scheme: Any, key: str) -> str:
+    if scheme == STATIC:
+        return TENSOR
     if not isinstance(scheme, Mapping):
-        refuse(f"{key}.kv_cache_scheme", f"{scheme!r} is no object")
+        refuse(key, f"{scheme!r} is neither an object nor {STATIC!r}")
     for name, value in KV_SCHEME.items():
         if scheme.get(name, value) != value:
-            refuse(f"{key}.kv_cache_scheme.{name}", f"must be {value!r}, not {scheme[name]!r}")
-    return True
+            refuse(f"{key}.{name}", f"must be {value!r}, not {scheme[name]!r}")
+    strategy = scheme.get("strategy", TENSOR)
+    if strategy not in (TENSOR, PER_HEAD):
+        refuse(f"{key}.strategy", f"must be {TENSOR!r} or {PER_HEAD!r}, not {strategy!r}")
+    return strategy
 
 
-def _modelopt_kv(given: Mapping[str, Any], key: str) -> bool:
+def _modelopt_kv(given: Mapping[str, Any], key: str) -> str:
     """``kv_scales`` as modelopt spells it."""
     algo = given.get("kv_cache_quant_algo")
     if algo not in (None, "FP8"):
         refuse(f"{key}.kv_cache_quant_algo", f"{algo!r} is not supported, only 'FP8'")
-    return algo is not None
+    return "" if algo is None else TENSOR
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -5,6 +5,8 @@ It owns the file of bounds::
     {"bounds": {"mean_kl": 0.06, "same_top": 0.9},          for every form
      "forms": {"int8": {"mean_kl": 0.005}}}                 for one, over those
 
+A model in several forms, ``int4+int8``, has the looser bound of each metric where the file does not name it itself.
+
 A bound is compared with the worse end of the 95 % interval. Divergences must not be above it, shares not below.
 """
 
@@ -70,12 +72,26 @@ def bounds_of(sections: Sections, path: Path, form: str) -> dict[str, float]:
     """The bounds for a model in this form (``report.form_of``).
 
     Raises:
-        ConfigError: there is none; ``field`` is the file.
+        ConfigError: there is none for it, or for one of several; ``field`` is the file.
     """
-    bounds = {**sections["bounds"], **sections.get(f"forms.{form}", {})}
-    if not bounds:
-        raise _wrong(path, f"has no bound for the form {form}")
-    return {name: float(bound) for name, bound in bounds.items()}
+    loosest: dict[str, float] = {}
+    for part in [form] if f"forms.{form}" in sections else _parts(form):
+        bounds = {**sections["bounds"], **sections.get(f"forms.{part}", {})}
+        if not bounds:
+            raise _wrong(path, f"has no bound for the form {part}")
+        for name, bound in bounds.items():
+            looser = max if name in AT_MOST else min
+            loosest[name] = looser(float(bound), loosest.get(name, float(bound)))
+    return loosest
+
+
+def _parts(form: str) -> list[str]:
+    """The forms in ``a+b+kv-c``, that of KV as it is beside weights as they are: ``none+kv-c``."""
+    weights, _, kv = form.partition("+kv-")
+    found = weights.split("+")
+    if not kv:
+        return found
+    return [name for name in found if name != "none"] + [f"none+kv-{kv}"]
 
 
 def _check_section(path: Path, at: str, section: Any) -> None:

@@ -30,7 +30,7 @@ def identity(config: EngineConfig, source: Source) -> dict[str, Any]:
     options = config.model
     given, asked = options.quantization_config, options.quantization
     return {
-        "weights": source.stamp,
+        "weights": source.fingerprint,
         # Names of formats say what the weights are anyway.
         "quantization": asked if asked in ("none", *KINDS) else "auto",
         "quantization_config": json.loads(given) if given else {},

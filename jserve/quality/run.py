@@ -13,6 +13,8 @@ import numpy as np
 from jserve import build
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
+from jserve.model.families import family_for
+from jserve.model.quant import form_name
 from jserve.quality import answers, reference as kept
 from jserve.quality.bench import Bench
 from jserve.quality.drift import Drift, drift
@@ -21,7 +23,7 @@ from jserve.quality.metrics import Compared, Metric, compared, metrics
 from jserve.quality.reference import Reference
 from jserve.quality.report import assembled, form_of, identity
 from jserve.quality.texts import Texts, held_out, token_texts
-from jserve.weights.quant.scheme import scheme_of
+from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import Source
 
 
@@ -80,6 +82,18 @@ def judge(config: EngineConfig, asked: QualityWish, progress: build.Progress) ->
     )
 
 
+def served_form(config: EngineConfig) -> str:
+    """The form of ``config``'s model in a gate file, by its files' headers alone.
+
+    Raises:
+        ConfigError: the model or its quantisation is not supported.
+    """
+    source = build.located(config)
+    family = quantised(family_for(source.config), _loadable(config, source).scheme)
+    specs = family.specs(family.arch(source.config), config.device.tensor_parallel_size)
+    return form_of(form_name(specs), config)
+
+
 def reference_config(config: EngineConfig, reference: str) -> EngineConfig:
     """The engine of the reference: as ``config``, without quantisation and with KV as its activations are.
 
@@ -126,8 +140,8 @@ def _reference(
     config: EngineConfig, source: Source, texts: Texts, directory: Path, progress: build.Progress
 ) -> Reference:
     path = kept.place(directory, identity(config, source), texts)
-    # Dummy weights have no stamp, so a file could be of others.
-    found = kept.read(path) if source.stamp else None
+    # Dummy weights have no fingerprint, so a file could be of others.
+    found = kept.read(path) if source.fingerprint else None
     if found is not None:
         return found
     with Bench(config, progress) as bench:

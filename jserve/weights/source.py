@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,10 +24,13 @@ from jserve.sampling import SamplingParams
 from jserve.weights import hf
 from jserve.weights.hub import download
 from jserve.weights.quant import stated
+from jserve.weights.safetensors import MAX_HEADER_BYTES
 
 FORMATS = ("auto", "safetensors", "orbax", "dummy")
 """Values of ``--load-format``; a GGUF file needs none."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+WHOLE, PAGES, PAGE = 1 << 20, 64, 4096
+"""Bytes of a file that count as they are, and the pages of this many bytes of the rest, evenly spaced."""
 ORBAX_DIR = "params"
 ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
@@ -73,9 +77,58 @@ class Source:
         return digest.hexdigest()
 
     @property
+    def fingerprint(self) -> str:
+        """32 hex digits of what the weights and their config are, wherever the files lie and however old they are:
+        other ones are other weights. Of a large file its size, header and ``PAGES`` pages count. Empty for dummy
+        weights.
+
+        Raises:
+            WeightsError: a file cannot be read.
+        """
+        if self.format == "dummy":
+            return ""
+        digest = hashlib.blake2b(
+            json.dumps(self.config, sort_keys=True, default=str).encode(), digest_size=16
+        )
+        for path in self._files():
+            try:
+                _add(digest, path)
+            except OSError as error:
+                raise WeightsError(f"{path}: {error.strerror}", field=str(path)) from None
+        return digest.hexdigest()
+
+    def _files(self) -> list[Path]:
+        if self.weights.is_file():
+            return [self.weights]
+        found = (
+            self.weights.glob("*.safetensors")
+            if self.format == "safetensors"
+            else self.weights.rglob("*")
+        )
+        return sorted(path for path in found if path.is_file())
+
+    @property
     def penalises(self) -> bool:
         """True when requests that say nothing of penalties have one."""
         return SamplingParams(**self.sampling_defaults).penalised
+
+
+def _add(digest: Any, path: Path) -> None:
+    """Add a file of weights: its name and size, and the whole of it, or what stands for it."""
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}\n".encode())
+    with path.open("rb") as file:
+        start = file.read(WHOLE)
+        digest.update(start)
+        if size <= WHOLE:
+            return
+        if path.suffix == ".safetensors":
+            file.seek(WHOLE)
+            header = int.from_bytes(start[:8], "little")
+            digest.update(file.read(max(0, min(header, MAX_HEADER_BYTES) + 8 - WHOLE)))
+        for i in range(PAGES):
+            file.seek(i * (size - PAGE) // (PAGES - 1))
+            digest.update(file.read(PAGE))
 
 
 def resolve(model: str, revision: str = "", load_format: str = "auto") -> Source:

@@ -164,7 +164,10 @@ def check_the_way_through_host_memory(device, overlap):
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_who_was_swapped_draws_what_he_draws_alone(tp, overlap, prefix_caching):
-    device = runner(tp)
+    check_swaps(runner(tp), overlap, prefix_caching)
+
+
+def check_swaps(device, overlap, prefix_caching):
     device.programs.seal()
     options = {"preemption": "swap", "prefix_caching": prefix_caching}
     engine = engine_of(device, host=N_HOST, overlap=overlap, **options)
@@ -313,6 +316,11 @@ def test_cached_equals_cold_in_8_bits(n_prompt):
     check_the_way_through_host_memory(device, overlap=1)
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_who_was_swapped_in_8_bits_draws_what_he_draws_alone(prefix_caching):
+    check_swaps(of_8_bits(), 1, prefix_caching)
+
+
 @pytest.mark.slow
 def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
     """A quarter of the bytes of float32, under an identity of their own."""
@@ -336,7 +344,7 @@ def test_pages_of_8_bits_come_back_from_the_disk_as_they_went(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", KV_FORMS)
 def test_scales_go_where_their_numbers_go(tmp_path, form):
-    """Through the prefix cache, host memory and the disk."""
+    """Through the prefix cache, host memory, swaps and the disk."""
     arch, wide = resized(ARCH, H=16), {"kv_cache_dtype": form}
     page = 2 * ARCH.L * ARCH.K * Z * stored_width(form, 16)
     gib = (N_HOST + 0.5) * page / 2**30
@@ -344,6 +352,8 @@ def test_scales_go_where_their_numbers_go(tmp_path, form):
     assert (device.memory.page_bytes, device.limits.n_host_pages) == (page, N_HOST)
     check_hit_lengths(device, 40)
     check_the_way_through_host_memory(device, overlap=1)
+    for prefix_caching in (True, False):
+        check_swaps(device, 1, prefix_caching)
 
     prompts = [text(41, seed=s) for s in range(3)]
     _, engine = with_disk(tmp_path, arch=arch, **wide)

@@ -185,7 +185,20 @@ def refused(config: dict[str, Any], change: dict[str, Any]) -> str | None:
 
 
 def test_scales_of_8_bit_kv_are_read() -> None:
-    assert arch(LLAMA, quantization_config=KV_ONLY) == replace(arch(LLAMA), kv_scales=True)
+    assert arch(LLAMA, quantization_config=KV_ONLY) == replace(arch(LLAMA), kv_scales="tensor")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "strategy"),
+    [
+        ({"num_bits": 8, "type": "float", "strategy": "attn_head"}, "attn_head"),
+        ({"num_bits": 8, "type": "float"}, "tensor"),
+        ("static", "tensor"),
+    ],
+)
+def test_schemes_of_8_bit_kv(scheme: Any, strategy: str) -> None:
+    given = {"quant_method": "fp8", "kv_cache_scheme": scheme}
+    assert arch(LLAMA, quantization_config=given).kv_scales == strategy
 
 
 def test_harmless_keys_pass() -> None:

@@ -255,7 +255,7 @@ def check_step(
 ) -> aot.Report:
     """All that holds for a step of any model; ``layers`` 0 is the model's own depth. Over 8 bits the
     checkpoint has scales, too; over bytes (``I8``) each key and value has one, but in the first layer."""
-    arch = dataclasses.replace(ARCHS[name], kv_scales=kv_dtype == F8)
+    arch = dataclasses.replace(ARCHS[name], kv_scales="tensor" if kv_dtype == F8 else "")
     arch = resized(arch, L=layers) if layers else arch
     if kv_dtype == I8:
         arch = with_kv_forms(arch, "int8_per_token_head", ("0",), "bfloat16")

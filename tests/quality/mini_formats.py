@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ import ml_dtypes
 import numpy as np
 
 from jserve import build
+from jserve.config import EngineConfig
+from jserve.model.families import family_for
 from jserve.model.quant import Form
+from jserve.quality.texts import shipped, token_texts
+from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.quant.rounding import scales_of
 from jserve.weights.safetensors import SafetensorsFile
 from jserve.weights.safetensors_writer import write_safetensors
+from tests.model.assembly import assemble_all
 from tests.weights import gguf_files
 from tests.weights.test_weights_gguf import KEYS, gguf_name
 
@@ -94,6 +100,85 @@ def fp8_blocks(name: str, w_ND: np.ndarray) -> Tensors:
     return {"weight": (w_ND / spread).astype(E4M3), "weight_scale_inv": scale}
 
 
+def fp8_rows(name: str, w_ND: np.ndarray) -> Tensors:
+    scale = (np.abs(w_ND).max(1, keepdims=True) / 448).astype(np.float32)
+    return {"weight": (w_ND / scale).astype(E4M3), "weight_scale": scale}
+
+
+def floats4(w_NBG: np.ndarray) -> np.ndarray:
+    """uint8[N, D / 2]: the nearest 4-bit floats, bit 3 their sign, the first of two in the low half."""
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    code = np.abs(np.abs(w_NBG)[..., None] - sizes).argmin(-1).astype(np.uint8)
+    code = (code | (w_NBG < 0) << 3).astype(np.uint8).reshape(len(w_NBG), -1)
+    return code[:, 0::2] | code[:, 1::2] << 4
+
+
+def mxfp4(name: str, w_ND: np.ndarray) -> Tensors:
+    w_NBG = w_ND.reshape(len(w_ND), -1, 32)
+    power = np.floor(np.log2(np.abs(w_NBG).max(-1))) - 2
+    packed = floats4(w_NBG / 2.0 ** power[..., None])
+    return {"weight_packed": packed, "weight_scale": (power + 127).astype(np.uint8)}
+
+
+def nvfp4(name: str, w_ND: np.ndarray) -> Tensors:
+    w_NBG = w_ND.reshape(len(w_ND), -1, 16)
+    of_all = np.float32(448 * 6 / np.abs(w_ND).max())
+    scale = (np.abs(w_NBG).max(-1) / 6 * of_all).astype(E4M3)
+    packed = floats4(w_NBG / (scale.astype(np.float32) / of_all)[..., None])
+    return {
+        "weight_packed": packed,
+        "weight_scale": scale,
+        "weight_global_scale": np.array([of_all], np.float32),
+    }
+
+
+@cache
+def most() -> dict[str, float]:
+    """Module -> the largest of its inputs on the texts that ship for calibration."""
+    config = EngineConfig.of(dtype="float32")
+    texts = token_texts(build.text_side(config), shipped("calibration.jsonl"))[:128]
+    source = build.located(config)
+    family = family_for(source.config)
+    arch, specs = family.arch(source.config), family.specs(family.arch(source.config), 1)
+    params = assemble_all(specs, shipped_tensors().__getitem__, jnp.float32)
+    stream, found = LayerStream(arch, texts), {}
+    stream.enter(params["embed"])
+    for layer, p in enumerate(params["layers"]):
+        for name, stats in stream.stats(layer, p).items():
+            for part in specs["layers"][layer][name].parts:
+                found[part.name.removesuffix(".weight")] = float(np.asarray(stats.most_D).max())
+        stream.pass_layer(layer, p)
+    return found
+
+
+def static(kind: str, name: str, w_ND: np.ndarray) -> Tensors:
+    """A scale of the matrix and one of its inputs, by the largest of each."""
+    top = {"float": 448, "int": 127}[kind]
+    scale = np.abs(w_ND).max() / top
+    q = w_ND / scale
+    return {
+        "weight": q.astype(E4M3) if kind == "float" else np.rint(q).astype(np.int8),
+        "weight_scale": np.array([scale], np.float32),
+        "input_scale": np.array([most()[name] / top], np.float32),
+    }
+
+
+def compressed(fmt: str, kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": more.get("size")}
+    inputs = {"num_bits": bits, "type": kind, "strategy": strategy, "dynamic": False}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | {"symmetric": True, "dynamic": False},
+        "input_activations": inputs if more.get("inputs") else None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": fmt,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
 OF_GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 FORMATS: dict[str, tuple[Callable[[str, np.ndarray], Tensors], dict[str, Any]]] = {
     "awq": (
@@ -103,6 +188,17 @@ FORMATS: dict[str, tuple[Callable[[str, np.ndarray], Tensors], dict[str, Any]]] 
     "gptq 4 bits, zeros": (gptq, OF_GPTQ | {"sym": False, "desc_act": False}),
     "gptq ordered": (gptq_ordered, OF_GPTQ | {"sym": True, "desc_act": True}),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}),
+    "fp8 rows": (fp8_rows, compressed("float-quantized", "float", 8, "channel")),
+    "mxfp4": (mxfp4, compressed("mxfp4-pack-quantized", "float", 4, "group", size=32)),
+    "nvfp4": (nvfp4, compressed("nvfp4-pack-quantized", "float", 4, "tensor_group", size=16)),
+    "fp8 static": (
+        partial(static, "float"),
+        compressed("float-quantized", "float", 8, "tensor", inputs=True),
+    ),
+    "int8 static": (
+        partial(static, "int"),
+        compressed("int-quantized", "int", 8, "tensor", inputs=True),
+    ),
 }
 """Name -> (tensors of a matrix, ``quantization_config``)."""
 

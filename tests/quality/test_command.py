@@ -16,7 +16,7 @@ from jserve.errors import ConfigError
 from jserve.quality import run
 from jserve.quality.metrics import Metric
 from jserve.quality.report import assembled, form_of, identity
-from jserve.quality.run import QualityWish, judge, reference_config
+from jserve.quality.run import QualityWish, judge, reference_config, served_form
 
 CONFIG = EngineConfig.of(quantization="int8")
 
@@ -60,6 +60,14 @@ def test_a_bound_that_fails_is_named_and_the_exit_code_is_1(
     assert "3.down" in out
     with pytest.raises(ConfigError, match=r"mean_kl 0\.2 is above 0\.15"):
         serve_commands.serve(with_gate(tmp_path), Console())
+
+
+def test_a_form_without_bounds_is_refused_before_it_is_judged(tmp_path: Path) -> None:
+    gate = tmp_path / "gate.json"
+    gate.write_text('{"forms": {"int4": {"mean_kl": 1}}}')
+    asked = QualityWish(directory=tmp_path)
+    with pytest.raises(ConfigError, match="no bound for the form int8"):
+        quant_commands.quality(CONFIG, asked, gate, None, as_json=False, console=Console())
 
 
 @pytest.mark.usefixtures("judged")
@@ -123,6 +131,18 @@ def test_drift_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no static scales") as caught:
         judge(EngineConfig(), asked, lambda *_: None)
     assert caught.value.field == "drift"
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({}, "none"),
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, "fp8+kv-fp8_e4m3"),
+        ({"quantization": "int4", "tensor_parallel_size": 4}, "int4+int8-weight-only"),
+    ],
+)
+def test_the_form_is_known_by_headers(options: dict[str, Any], form: str) -> None:
+    assert served_form(EngineConfig.of(**options)) == form
 
 
 def test_forms_have_the_names_of_a_gate_file() -> None:

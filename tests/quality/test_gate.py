@@ -6,10 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jserve.errors import ConfigError
+from jserve.model.families import family_for
+from jserve.model.quant import Form, form_name
 from jserve.quality.gate import METRICS, bounds_of, check_report, failures, read_gate
+from jserve.quality.texts import shipped
+from jserve.weights.quant.gguf import FORMS as GGUF
+from jserve.weights.quant.scheme import quantised, scheme_of
+from tests.weights.test_weights_quant import CONFIG, FORMATS
 
 METRIC = {"value": 0.5, "low": 0.4, "high": 0.6}
 IDENTITY = {"weights": "abc", "quantization": "int8", "kv_cache_dtype": "auto"}
@@ -50,6 +57,49 @@ def test_bounds_of_a_form_win_over_those_of_all(tmp_path: Path) -> None:
     only = read_gate(write(path, {"forms": {"int8": {"mean_kl": 0.1}}}))
     with pytest.raises(ConfigError, match="no bound for the form int4"):
         bounds_of(only, path, "int4")
+
+
+def test_several_forms_have_the_looser_bound_of_each_metric(tmp_path: Path) -> None:
+    given = {
+        "bounds": {"skills": 0.9},
+        "forms": {
+            "int8": {"mean_kl": 0.1, "same_top": 0.9, "worst_layer": 0.3},
+            "int4": {"mean_kl": 0.4, "same_top": 0.95, "skills": 0.8},
+            "none+kv-int8": {"mean_kl": 0.2, "same_top": 0.97},
+            "fp8+int8": {"mean_kl": 0.3},
+        },
+    }
+    found = read_gate(path := write(tmp_path / "gate.json", given))
+    both = {"mean_kl": 0.4, "same_top": 0.9, "worst_layer": 0.3, "skills": 0.8}
+    assert bounds_of(found, path, "int4+int8") == both
+    kv = {"mean_kl": 0.2, "same_top": 0.9, "worst_layer": 0.3, "skills": 0.9}
+    assert bounds_of(found, path, "int8+kv-int8") == kv
+    assert bounds_of(found, path, "none+kv-int8") == {
+        "mean_kl": 0.2,
+        "same_top": 0.97,
+        "skills": 0.9,
+    }
+    assert bounds_of(found, path, "fp8+int8") == {"mean_kl": 0.3, "skills": 0.9}
+    only = read_gate(write(path, {"forms": {"int8": {"mean_kl": 0.1}}}))
+    with pytest.raises(ConfigError, match="no bound for the form fp8"):
+        bounds_of(only, path, "fp8+int8")
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4 experts", *GGUF])
+def test_the_shipped_gate_has_bounds_for_every_form(name: str) -> None:
+    """In its own words, as an engine gives them, for weights that jserve reads in this format."""
+    path = shipped("gate.json")
+    if name in FORMATS:
+        scheme = scheme_of({"quantization_config": FORMATS[name].config}, jnp.float32)
+        family = quantised(family_for(CONFIG), scheme)
+        form = form_name(family.specs(family.arch(CONFIG), 1))
+    else:
+        form = Form(**GGUF.get(name, {"kind": "e2m1", "group": 32})).name
+    assert {*bounds_of(read_gate(path), path, form)} == {*METRICS}
+    for kv in ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head"):
+        assert {*bounds_of(read_gate(path), path, f"{form}+kv-{kv}")} >= {*METRICS} - {
+            "worst_layer"
+        }
 
 
 def test_the_worse_end_of_the_interval_counts() -> None:

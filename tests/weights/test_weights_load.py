@@ -444,6 +444,40 @@ def test_scales_of_8_bit_kv(tp: int, shape: tuple[int, ...], tmp_path: Path) -> 
         np.testing.assert_array_equal(scale_K2, want)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_scales_of_kv_heads(tp: int, tmp_path: Path) -> None:
+    """A number for each kv head, repeated as heads are: 0 0 1 1."""
+    scheme = KV_ONLY["kv_cache_scheme"] | {"strategy": "attn_head"}
+    model = Model(tmp_path, LLAMA | {"quantization_config": KV_ONLY | {"kv_cache_scheme": scheme}})
+    for i in range(2):
+        for j, name in enumerate(("k_scale", "v_scale")):
+            numbers = np.float32([0.25, 0.375]) + i + j / 2
+            model.tensors[f"model.layers.{i}.self_attn.{name}"] = numbers.reshape(2, 1, 1)
+    params = loaded(model.single(), tp)
+    for i in range(2):
+        want = np.float32([[0.25, 0.75], [0.375, 0.875]]) + i
+        want = want.repeat(max(1, tp // 2), axis=0)
+        np.testing.assert_array_equal(params["layers"][i]["kv_scale"], want)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["output_scale", "kv_scale"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_scales_of_kv_as_autofp8_writes_them(tp: int, both: bool, tmp_path: Path) -> None:
+    """Of the outputs of ``k_proj`` and ``v_proj``, or one for both."""
+    model = with_scales(tmp_path / "m")
+    for i in range(2):
+        at = f"model.layers.{i}.self_attn"
+        k, v = (model.tensors.pop(f"{at}.{name}") for name in ("k_scale", "v_scale"))
+        own = {f"{at}.k_proj.output_scale": k, f"{at}.v_proj.output_scale": v}
+        model.tensors |= {f"{at}.kv_scale": v} if both else own
+    params = loaded(model.single(), tp)
+    for i in range(2):
+        want = np.float32([0.75 if both else 0.25, 0.75]) + i
+        np.testing.assert_array_equal(
+            params["layers"][i]["kv_scale"], np.tile(want, (max(2, tp), 1))
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

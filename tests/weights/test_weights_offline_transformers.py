@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jserve.model.quant import widened
+from jserve.model.quant import QTensor, widened
 from jserve.weights.offline.job import quantize
 from jserve.weights.offline.wish import Wish
 from tests.model import hf
@@ -30,8 +31,8 @@ WISHES = {
 class Quantised:
     """A tiny model and what the command makes of it, as the helpers of ``test_weights_quant`` take one."""
 
-    def __init__(self, path: Path, wish: Wish) -> None:
-        model = Model(path / "model", BASE | {"torch_dtype": "bfloat16"}, BF16)
+    def __init__(self, path: Path, wish: Wish, **config: Any) -> None:
+        model = Model(path / "model", BASE | {"torch_dtype": "bfloat16", **config}, BF16)
         model.tensors = {n: x / (5 if x.ndim > 1 else 1) for n, x in model.tensors.items()}
         model.write_json("config.json", model.config)
         model.single()
@@ -56,6 +57,23 @@ def test_transformers_loads_it(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(np.asarray(widened(down)), its)
     wide = out.wide["model.layers.1.mlp.down_proj.weight"]
     assert np.abs(its - wide).mean() < 0.3 * np.abs(wide).mean()  # of others it is over 1
+    head, whole = loaded(out)["unembed"], name == "int4, head too"
+    assert isinstance(head, QTensor) == whole
+    its = oracle.lm_head.weight.detach().numpy()
+    np.testing.assert_array_equal(np.asarray(widened(head) if whole else head), its)
     off = np.abs(served(out) - want).mean() / np.abs(want).mean()
     # Its scale of a token of int8 is 254 / 255 of ours: the numbers of most activations are others.
     assert off < {"int8": 0.08, "fp8": 0.005}.get(name, 1e-5)
+
+
+def test_transformers_loads_a_tied_head(tmp_path: Path) -> None:
+    """It is the embedding, which no matrix of the file replaces."""
+    wish = Wish(scheme="int8-weight-only", config='{"ignore": []}')
+    out = Quantised(tmp_path, wish, tie_word_embeddings=True)
+    oracle = hf.transformers.AutoModelForCausalLM.from_pretrained(
+        out.path, dtype=hf.torch.float32, attn_implementation="eager"
+    )
+    with hf.torch.no_grad():
+        want = oracle(hf.torch.tensor([TOKENS])).logits[0].numpy()
+    off = np.abs(served(out) - want).mean() / np.abs(want).mean()
+    assert off < 1e-5

@@ -337,6 +337,22 @@ def test_scales_of_kv_of_modelopt_come_along(tmp_path: Path) -> None:
     np.testing.assert_array_equal(kv, np.array([want] * len(kv), np.float32))
 
 
+def test_scales_of_kv_of_autofp8_come_along(tmp_path: Path) -> None:
+    fmt = FORMATS["fp8 static"]
+    config = CONFIG | {"quantization_config": dict(fmt.config) | {"kv_cache_scheme": "static"}}
+
+    def beside(tensors: dict[str, np.ndarray]) -> None:
+        for name in [n for n in tensors if n.endswith(("k_scale", "v_scale"))]:
+            value = np.abs(tensors.pop(name)) + 1
+            tensors[name.replace(name[-7:], f"{name[-7]}_proj.output_scale")] = value
+
+    model = Written(tmp_path, fmt, beside, base=config, kv_cache_scheme="static")
+    kv = np.asarray(loaded(model, 2)["layers"][1]["kv_scale"])
+    stem = "model.layers.1.self_attn."
+    want = [float(model.tensors[f"{stem}{x}_proj.output_scale"].item()) for x in "kv"]
+    np.testing.assert_array_equal(kv, np.array([want] * len(kv), np.float32))
+
+
 def test_scales_of_kv_come_along(tmp_path: Path) -> None:
     kv = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     fmt = FORMATS["float-quantized"]

@@ -25,6 +25,7 @@ from tests.weights.test_weights_quant import (
     FORMATS,
     RULES,
     Written,
+    assert_equal,
     edited,
     loaded,
 )
@@ -74,6 +75,42 @@ def state(**changes: Any) -> Any:
     return change
 
 
+def beside(ending: str, make: Any) -> Any:
+    """Gives every quantised matrix [N, D] a tensor more, ``make(N, D)``."""
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            stem, _, found = name.rpartition(".")
+            x = tensors[name]
+            shapes = {
+                "weight_packed": lambda x=x: (x.shape[0], x.shape[1] * 8),
+                "qweight": lambda x=x: (x.shape[1] * 8, x.shape[0]),
+                "weight": lambda x=x: x.shape,
+            }
+            if found in shapes and (found != "weight" or f"{stem}.weight_scale" in tensors):
+                tensors[f"{stem}.{ending}"] = make(*shapes[found]())
+
+    return edit
+
+
+def zeros4(value: int) -> Any:
+    """Zeros of int4 in groups of 32, packed along N."""
+    word = sum(value << 4 * i for i in range(8))
+    return lambda N, D: np.full((N // 8, D // 32), word, np.uint32).view(np.int32)
+
+
+def zeros8(value: int) -> Any:
+    """Zeros of rows."""
+    return lambda N, D: np.full((N, 1), value, np.int8)
+
+
+ZEROS4, ZEROS6, ZEROS8 = (
+    "pack-quantized, zeros",
+    "pack 6 bits, dense, zeros",
+    "int-quantized, zeros",
+)
+
+
 NAN8 = np.array([0x7F], np.uint8).view(E4M3)[0]
 
 
@@ -118,6 +155,47 @@ FILES: dict[str, tuple[str, Any, str]] = {
     "auto-round, NaN": ("auto-round awq", edited("scales", with_first(np.nan)), "finite"),
     "negative block": ("nf4", edited("absmax", with_first(-1.0)), "not negative"),
     "block not finite": ("nf4", edited("absmax", with_first(np.inf)), "finite"),
+    "short zeros, packed": (ZEROS4, edited("zero_point", lambda x: x[:-1]), "shape"),
+    "long zeros, packed": (ZEROS4, edited("zero_point", lambda x: np.vstack([x, x])), "shape"),
+    "short zeros, dense": (ZEROS6, edited("zero_point", lambda x: x[:-1]), "shape"),
+    "long zeros, dense": (ZEROS6, edited("zero_point", lambda x: np.vstack([x, x])), "shape"),
+    "short zeros, int8": (ZEROS8, edited("zero_point", lambda x: x[:-1]), "shape"),
+    "long zeros, int8": (ZEROS8, edited("zero_point", lambda x: np.vstack([x, x])), "shape"),
+    "zeros of one, int8": (ZEROS8, edited("zero_point", lambda x: x[:1, 0]), "shape"),
+    "zeros beside symmetric": (
+        "int-quantized",
+        beside("weight_zero_point", zeros8(3)),
+        r"weight_zero_point: has zeros .* symmetric",
+    ),
+    "zeros beside symmetric, packed": (
+        "pack-quantized",
+        beside("weight_zero_point", zeros4(9)),
+        r"weight_zero_point: has zeros .* symmetric",
+    ),
+    "zeros beside symmetric, of a float": (
+        "float-quantized",
+        beside("weight_zero_point", zeros8(1)),
+        r"weight_zero_point: has zeros .* symmetric",
+    ),
+    "order beside none": (
+        "pack-quantized",
+        beside("weight_g_idx", lambda N, D: (np.arange(D) // 32)[::-1].astype(np.int32)),
+        r"weight_g_idx: has inputs .* no actorder group",
+    ),
+    "short order beside none": (
+        "pack-quantized",
+        beside("weight_g_idx", lambda N, D: np.zeros(D - 1, np.int32)),
+        "shape",
+    ),
+    "zeros beside none, awq": (
+        "awq without zeros",
+        beside("qzeros", lambda N, D: np.full((D // 32, N // 8), 0x79999999, np.int32)),
+        "qzeros: has zeros beside 8, .* zero_point false",
+    ),
+    "short order": ("pack ordered", edited("weight_g_idx", lambda x: x[:-1]), "shape"),
+    "no order": ("pack ordered", edited("weight_g_idx", lambda x: None), "weight_g_idx: missing"),
+    "short order, gptq": ("gptq ordered", edited("g_idx", lambda x: x[:-1]), "shape"),
+    "no order, gptq": ("gptq ordered", edited("g_idx", lambda x: None), "g_idx: missing"),
     "not quantised": (
         "int-quantized",
         edited("proj.weight", lambda x: x.astype(np.float32)),
@@ -134,6 +212,34 @@ def test_a_broken_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
         loaded(model)
     assert "model.safetensors:model.layers.0" in str(caught.value.field)
     assert "\n" not in caught.value.message
+
+
+HARMLESS: dict[str, tuple[str, Any]] = {
+    "zeros of 0": ("int-quantized", beside("weight_zero_point", zeros8(0))),
+    "zeros of the middle": ("pack-quantized", beside("weight_zero_point", zeros4(8))),
+    "zeros of 0, of a float": ("float-quantized", beside("weight_zero_point", zeros8(0))),
+    "zeros of 8": (
+        "awq without zeros",
+        beside("qzeros", lambda N, D: np.full((D // 32, N // 8), 0x88888888 - 2**32, np.int32)),
+    ),
+    "an order as it is": (
+        "pack-quantized",
+        beside("weight_g_idx", lambda N, D: (np.arange(D) // 32).astype(np.int32)),
+    ),
+    "an order of rows": (
+        "int-quantized",
+        beside("weight_g_idx", lambda N, D: np.zeros(D, np.int32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_tensors_that_say_what_the_config_says_change_nothing(tmp_path: Path, case: str) -> None:
+    name, edit = HARMLESS[case]
+    got, want = (
+        loaded(Written(tmp_path / str(i), FORMATS[name], e)) for i, e in enumerate([edit, None])
+    )
+    assert_equal(got, want)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq 4 bits", "gptq ordered, zeros", "auto-round gptq"])
@@ -154,6 +260,9 @@ INT4 = CT["config_groups"]["group_0"]["weights"]
 
 
 GPTQ, NVFP4 = gptq(4, 32, True, 1).config, FORMATS["nvfp4"].config
+
+
+AWQ = FORMATS["awq"].config
 
 
 STATIC = FORMATS["float static"].config
@@ -210,7 +319,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "config_groups.g.input_activations.symmetric",
     ),
-    "sparse": (CT | {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+    "sparse": (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
+    "sparse of no format": (CT | {"sparsity_config": {"targets": []}}, "sparsity_config.format"),
+    "sparse of no object": (CT | {"sparsity_config": "dense"}, "sparsity_config"),
+    "gptq format": (GPTQ | {"format": "marlin", "checkpoint_format": None}, "format"),
+    "gptq formats": (GPTQ | {"format": "gptq_v2"}, "format"),
+    "gptq for marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+    "gptq words": (GPTQ | {"pack_dtype": "int8"}, "pack_dtype"),
+    "awq of llm-awq": (AWQ | {"backend": "llm-awq"}, "backend"),
+    "awq format": (AWQ | {"format": "gemv"}, "format"),
     "bits": (CT | group(**INT4 | {"num_bits": 9}), "config_groups.g.weights.num_bits"),
     "order": (CT | group(**INT4 | {"actorder": "random"}), "config_groups.g.weights.actorder"),
     "slow pattern": (CT | {"ignore": ["re:(a+)+$"]}, "ignore"),
@@ -256,16 +373,56 @@ def test_a_setting_that_is_not_served_is_refused_by_name(case: str) -> None:
     assert caught.value.field == f"quantization_config.{key}"
 
 
-def test_a_file_that_contradicts_its_config_is_refused_with_both_names(tmp_path: Path) -> None:
-    model = Written(tmp_path / "a", FORMATS["awq"])
+DENSE = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"}
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("pack-quantized", {"sparsity_config": DENSE}),
+    "both versions": ("gptq version 2", {"format": "gptq_v2"}),
+    "an older version": ("gptq version 2", {"format": "gptq_v2", "checkpoint_format": None}),
+    "an older version 1": ("gptq 4 bits", {"format": "gptq", "checkpoint_format": None}),
+    "plain words": ("gptq 4 bits", {"is_marlin_format": False, "pack_dtype": "int32"}),
+    "backend of awq": ("awq", {"backend": "autoawq"}),
+    "any backend of awq": ("awq", {"backend": "auto", "format": "gemm", "version": None}),
+    "backend of auto-round": ("auto-round awq", {"backend": "auto_round:awq"}),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_keys_that_say_the_same_change_nothing(case: str) -> None:
+    name, more = SAME[case]
+    got, want = (
+        scheme_of({"quantization_config": {**FORMATS[name].config, **m}}, jnp.float32)
+        for m in (more, {})
+    )
+    assert got == want
+
+
+CONTRADICTED = {
+    "awq": "qweight",
+    "pack-quantized": "weight_shape",
+    "int-quantized": "weight",
+    "float-quantized": "weight",
+    "gptq 4 bits": "qweight",
+}
+"""Format -> the tensor of a matrix that its reader asks for first."""
+
+
+@pytest.mark.parametrize("name", CONTRADICTED)
+def test_a_quantised_file_is_refused_by_a_config_of_none(tmp_path: Path, name: str) -> None:
+    model = Written(tmp_path, FORMATS[name])
     del model.config["quantization_config"]
     model.write_json("config.json", model.config)
-    with pytest.raises(WeightsError, match=r"proj\.weight: missing \(there is qweight, qzeros"):
+    says = "dtype" if CONTRADICTED[name] == "weight" else r"missing \(there is .*"
+    with pytest.raises(WeightsError, match=rf"proj\.weight: {says}"):
         loaded(model)
-    model = Model(tmp_path / "b", CONFIG, np.float32).single()
-    config = model.config | {"quantization_config": dict(FORMATS["awq"].config)}
+
+
+@pytest.mark.parametrize("name", CONTRADICTED)
+def test_a_plain_file_is_refused_by_the_config_of_a_format(tmp_path: Path, name: str) -> None:
+    model, first = Model(tmp_path, CONFIG, np.float32).single(), CONTRADICTED[name]
+    config = model.config | {"quantization_config": dict(FORMATS[name].config)}
     model.write_json("config.json", config)
-    with pytest.raises(WeightsError, match=r"qweight: missing \(there is weight\)"):
+    says = "dtype" if first == "weight" else r"missing \(there is weight\)"
+    with pytest.raises(WeightsError, match=rf"proj\.{first}: {says}"):
         loaded(model)
 
 

@@ -3,6 +3,7 @@ rounded, those of a model in plain numpy that rounds them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -79,14 +80,16 @@ def nearest(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def per_token(kind: str, group: int = 0, bound: float = 0.0) -> Callable[[Any], Rule]:
-    """A scale of the largest of a token, or of each group of its numbers; at most ``bound``."""
+    """A scale of the largest of a token, or of each group of its numbers, of which as many as divide them; at most
+    ``bound``."""
     top = {"int8": 127, "e4m3": 448}[kind]
 
     def rule(x: np.ndarray, module: str) -> np.ndarray:
         made = np.empty_like(x)
         for t, row in enumerate(x):
-            for first in range(0, len(row), group or len(row)):
-                part = row[first : first + (group or len(row))]
+            width = math.gcd(group, len(row)) if group else len(row)
+            for first in range(0, len(row), width):
+                part = row[first : first + width]
                 most = np.abs(part).max()
                 scale = np.float32(min(most, bound or most)) * np.float32(1 / top)
                 inside = np.clip(part / scale, -top, top)
@@ -150,11 +153,28 @@ def in_numpy(model: Any, rule: Rule) -> np.ndarray:
     return normed(x, "model.norm") @ w["lm_head.weight"].T
 
 
+def shared(rule: Rule, tp: int, divides: bool) -> Rule:
+    """``rule`` of each device's part of the inputs of ``o`` and ``down``, which have a scale of their own unless it is
+    the checkpoint's."""
+
+    def made(x: np.ndarray, module: str) -> np.ndarray:
+        if not divides or not module.endswith(("o_proj", "down_proj")):
+            return rule(x, module)
+        return np.concatenate([rule(part, module) for part in np.split(x, tp, axis=1)], axis=1)
+
+    return made
+
+
 RULES_OF: dict[str, Callable[[Any], Rule]] = {
     "int-quantized": per_token("int8"),
+    "naive-quantized": per_token("int8"),
+    "naive-quantized, float": per_token("e4m3"),
     "float-quantized": per_token("e4m3"),
     "fp8": per_token("e4m3"),
     "fp8 powers of two": per_token("e4m3", 32),
+    "fp8 blocks": per_token("e4m3", 8),
+    "fp8 blocks, bfloat16 scales": per_token("e4m3", 32),
+    "auto-round fp8": per_token("e4m3", 32),
     "float blocks": per_token("e4m3", 8),
     "fbgemm": per_token("e4m3", bound=1200.0),
     "fp8 static": static,
@@ -169,12 +189,19 @@ def test_the_model_in_numpy_is_that_of_transformers(tmp_path: Path) -> None:
     near(in_numpy(model, lambda x, module: x), by_transformers(model))
 
 
-@pytest.mark.one_in(3)
+def test_every_format_that_rounds_has_a_rule() -> None:
+    rounds = {name for name, fmt in FORMATS.items() if fmt.form.split()[-1] in ROUNDED}
+    assert rounds == set(RULES_OF)
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", RULES_OF)
-def test_rounded_activations_are_those_of_numpy(tmp_path: Path, name: str) -> None:
+def test_rounded_activations_are_those_of_numpy(tmp_path: Path, name: str, tp: int) -> None:
     """Few numbers lie so near to the middle of two that another order of sums rounds them to the other one."""
     model = Written(tmp_path, FORMATS[name], base=BASE)
-    got, want = served(model), in_numpy(model, RULES_OF[name](model))
+    rule = shared(RULES_OF[name](model), tp, "static" not in FORMATS[name].form)
+    got, want = served(model, tp), in_numpy(model, rule)
     plain = in_numpy(model, lambda x, module: x)
     off = np.abs(got - want).mean()
     assert off < 0.02 * np.abs(plain - want).mean(), "the rounding is another one"

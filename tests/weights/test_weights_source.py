@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -43,6 +45,62 @@ def test_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve("./some-model/").name == "some-model"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("~/some-model").directory == model.path
+
+
+def changed(path: Path, at: int) -> None:
+    """Another byte there, and the same times."""
+    about, data = path.stat(), bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+LARGE = LLAMA | {"vocab_size": 1 << 15}
+"""Two matrices of 2 MiB."""
+
+
+def test_a_fingerprint_is_of_what_the_weights_are(tmp_path: Path) -> None:
+    model = Model(tmp_path / "m", LARGE).single()
+    weights, found = model.path / "model.safetensors", resolve(str(model.path))
+    want, size = found.fingerprint, weights.stat().st_size
+    assert size > 1 << 21
+    copy = Path(shutil.copytree(model.path, tmp_path / "elsewhere"))
+    for path in copy.iterdir():
+        os.utime(path, (1, 1))
+    (copy / "README.md").write_text("of a model")
+    assert resolve(str(copy)).fingerprint == want
+    assert resolve(str(copy)).stamp != found.stamp
+    pages = [i * (size - 4096) // 63 for i in range(64)]
+    for at in (0, 9, 100_000, pages[40], pages[63] + 4095):
+        changed(copy / weights.name, at)
+        assert resolve(str(copy)).fingerprint != want
+        changed(copy / weights.name, at)
+    assert resolve(str(copy)).fingerprint == want
+    weights.rename(weights.with_name("other.safetensors"))
+    assert found.fingerprint != want
+    model.single()
+    weights.with_name("other.safetensors").unlink()
+    model.write_json("config.json", LARGE | {"rope_theta": 7.0})
+    assert resolve(str(model.path)).fingerprint != want
+
+
+def test_a_fingerprint_has_the_whole_header_of_a_large_file(tmp_path: Path) -> None:
+    def long(header: dict[str, Any]) -> None:
+        header["__metadata__"] = {str(i): "x" * 50 for i in range(60_000)}
+
+    model = Model(tmp_path, LARGE).single(long)
+    weights = model.path / "model.safetensors"
+    header = int.from_bytes(weights.read_bytes()[:8], "little")
+    size, want = weights.stat().st_size, resolve(str(model.path)).fingerprint
+    pages = [i * (size - 4096) // 63 for i in range(64)]
+    at = next(b for b in range(2 << 20, header) if not any(p <= b < p + 4096 for p in pages))
+    changed(weights, at)
+    assert resolve(str(model.path)).fingerprint != want
+
+
+def test_dummy_weights_have_no_fingerprint(tmp_path: Path) -> None:
+    model = Model(tmp_path, LLAMA).single()
+    assert resolve(str(model.path), load_format="dummy").fingerprint == ""
 
 
 def test_format_may_be_asked_for(tmp_path: Path) -> None:

@@ -17,9 +17,15 @@ from tests.whole import drafters, equal, quantised
 from tests.whole.test_equalities import check_workload, compare
 from tests.whole.test_speculation import KINDS, check
 
-pytestmark = pytest.mark.slow
+
+def test_one_way_of_running_equals_alone() -> None:
+    weights, _, _ = quantised.CASES["int8"]
+    check_workload(
+        equal.make_runner(buckets=equal.LARGEST, weights=weights), 5000, any_bucket=False
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quantised.CASES)
 def test_any_way_of_running_equals_alone(name: str) -> None:
     """Batched, chunked, cached, preempted for want of pages, with drafts, and in every bucket."""
@@ -27,12 +33,14 @@ def test_any_way_of_running_equals_alone(name: str) -> None:
         check_workload(quantised.runner(name), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quantised.CASES)
 def test_drafts_of_the_host_and_preemptions_change_nothing(name: str) -> None:
     for seed, kind in zip((5103, 5104, 5106), KINDS, strict=True):
         check(quantised.runner(name), kind, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize(
     "name", [n for n in quantised.CASES if n not in quantised.ROUNDED and "order" not in n]
@@ -52,6 +60,7 @@ def wide_draft(model: Any, arch: Any, params: Any, mesh: Any, tree: Any) -> Load
     return LoadedDrafter(drafter=drafter, params=own, n_draft=3, tree=tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [(), drafters.TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", ["draft", "eagle3", "medusa"])
 @pytest.mark.parametrize("name", ["int8", "int4", "int4, head too"])
@@ -70,6 +79,7 @@ def test_drafters_over_a_quantised_target_change_no_token(name: str, kind: str, 
     assert device.stood > (50 if kind == "draft" else 0)
 
 
+@pytest.mark.slow
 def test_they_are_not_what_float32_gives() -> None:
     """Otherwise none of this shows anything."""
     plain = equal.make_runner()

@@ -44,6 +44,7 @@ from jserve.weights.safetensors_writer import write_safetensors
 from jserve.weights.source import Source, resolve
 
 NOTE = "job.json"
+HEAD = "lm_head"
 Told = Callable[[str, int, int], None]
 """(stage, done, total)."""
 
@@ -160,8 +161,6 @@ class _QuantizeJob:
         forms = self._forms()
         if not any(forms.values()):
             raise ConfigError("config.ignore leaves nothing to quantise", field="config.ignore")
-        if not self._arch.tied or self._turn is not None:
-            forms["lm_head"] = None
         made = {**self._source.config, "quantization_config": config_of(forms)}
         return {**made, "tie_word_embeddings": False} if self._turn is not None else made
 
@@ -171,6 +170,9 @@ class _QuantizeJob:
             for part in (part for name in PRODUCTS for part in layer[name].parts):
                 module = stem(part.name)
                 found[module] = self._modules.form_of(module, part.shape[-1])
+        # A tied head is named too: other readers take it for one of the matrices.
+        tied = self._arch.tied and self._turn is None
+        found[HEAD] = None if tied else self._modules.form_of(HEAD, self._arch.D)
         return found
 
     def _loaded(self, of: Callable[[Any], Any], source: Source, dtype: Any, **how: Any) -> Any:
@@ -232,10 +234,13 @@ class _QuantizeJob:
             found["final_norm"] = self._turn.flat(found["final_norm"])
         tensors: dict[str, np.ndarray] = {}
         for name, x in found.items():
-            made = (
-                tensors_of(self._specs[name], x) if name in self._specs else {"lm_head.weight": x}
-            )
-            tensors |= {tensor: a.astype(self._dtype) for tensor, a in made.items()}
+            spec = self._specs.get(name)
+            made = {f"{HEAD}.weight": x} if spec is None else tensors_of(spec, x)
+            for tensor, a in made.items():
+                quantised = stem(tensor) == HEAD
+                tensors |= (
+                    self._maker.matrix(tensor, a) if quantised else {tensor: a.astype(self._dtype)}
+                )
         return tensors
 
 

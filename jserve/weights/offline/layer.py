@@ -49,13 +49,26 @@ class LayerQuantiser:
         found: dict[str, np.ndarray] = {}
         for name, spec in specs.items():
             for tensor, x in tensors_of(spec, p[name]).items():
-                form = self._form(tensor, x) if name in PRODUCTS else None
-                if form is None:
-                    found[tensor] = x.astype(spec.dtype or self._dtype)
+                if name in PRODUCTS:
+                    found |= self.matrix(tensor, x, stats.get(name))
                 else:
-                    matrix = self._matrix(x, form, stats.get(name))
-                    found |= stored(stem(tensor), matrix, form, self._dtype)
+                    found[tensor] = x.astype(spec.dtype or self._dtype)
         return found
+
+    def matrix(
+        self, tensor: str, w_ND: np.ndarray, stats: InputStats | None = None
+    ) -> dict[str, np.ndarray]:
+        """The tensors of a matrix, which stays as it is where the wish leaves it out.
+
+        Args:
+            tensor: its name in the checkpoint.
+            w_ND: float32.
+            stats: of its inputs; None: it is rounded without them, whichever method the wish has.
+        """
+        form = self._form(tensor, w_ND)
+        if form is None:
+            return {tensor: w_ND.astype(self._dtype)}
+        return stored(stem(tensor), self._matrix(w_ND, form, stats), form, self._dtype)
 
     def _form(self, tensor: str, x: np.ndarray) -> Form | None:
         return self._modules.form_of(stem(tensor), x.shape[-1])

@@ -13,6 +13,8 @@ from jserve.weights.quant.values import check_patterns, one_of, refuse
 PACKINGS = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq")
 OTHERS = {"auto_round:fp8": fp8.read, "auto_round:llm_compressor": compressed_config.read}
 """Packings that are formats of their own, without settings by module."""
+PLAIN: dict[str, Any] = {"backend": None, "format": None}
+"""Keys that mean something else in GPTQ's and AWQ's own configs; ``packing_format`` has it."""
 WIDE_BITS = (16, 32)
 """Of a module that is not quantised."""
 SPECIAL = re.compile(r"[*?+\[\](){}|^$\\]")
@@ -38,7 +40,7 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Modules, Reader]:
     if packing == "auto_round:auto_awq":
         return awq.read({**plain, **_awq(plain, given)}, dtype)
     rules = dict(_rule(name, own) for name, own in given.items())
-    return gptq.read({**plain, "dynamic": rules, "checkpoint_format": "gptq"}, dtype)
+    return gptq.read({**plain, **PLAIN, "dynamic": rules, "checkpoint_format": "gptq"}, dtype)
 
 
 def _rule(name: str, own: Any) -> tuple[str, Any]:
@@ -56,7 +58,7 @@ def _awq(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     for name, own in given.items():
         if not _wide(name, own):
             refuse(f"extra_config.{name[:80]}", "settings by module are not read of this packing")
-    return {"zero_point": True, "version": "gemm", "modules_to_not_convert": list(given)}
+    return PLAIN | {"zero_point": True, "version": "gemm", "modules_to_not_convert": list(given)}
 
 
 def _wide(name: str, own: Any) -> bool:

@@ -1,7 +1,7 @@
 """AWQ checkpoints, layout ``gemm``.
 
 qweight  int32[D, N / 8]       columns 0 2 4 6 1 3 5 7 of eight, lowest bits first
-qzeros   int32[D / g, N / 8]   alike; missing where ``zero_point`` is false
+qzeros   int32[D / g, N / 8]   alike; missing, or all 8, where ``zero_point`` is false
 scales   float16[D / g, N]     w[n, d] = (q - zero) * scale
 """
 
@@ -59,16 +59,29 @@ class Awq:
         return N, D
 
     def read(self, tensors: Tensors, stem: str) -> Matrix:
-        """As ``Reader.read``."""
+        """As ``Reader.read``.
+
+        Raises:
+            WeightsError: there are zeros that the config has not.
+        """
         N, D = self.check(tensors, stem)
         groups = D // (self.group or D)
         q = _columns(tensors.get(f"{stem}.qweight", (D, N // 8), ("int32",)))
         scale = scales(tensors, f"{stem}.scales", (groups, N), signed=self.signed).T
-        zero = None
-        if self.zeros:
-            found = tensors.get(f"{stem}.qzeros", (groups, N // 8), ("int32",))
-            zero = np.ascontiguousarray(_columns(found).T)
+        zero = self._zeros(tensors, f"{stem}.qzeros", (groups, N // 8))
         return Matrix(q=np.ascontiguousarray(q.T), scale=np.ascontiguousarray(scale), zero=zero)
+
+    def _zeros(self, tensors: Tensors, name: str, shape: tuple[int, int]) -> np.ndarray | None:
+        """int8[N, groups], less the middle; None: they are 0."""
+        if not self.zeros and not tensors.has(name):
+            return None
+        zero = np.ascontiguousarray(_columns(tensors.get(name, shape, ("int32",))).T)
+        if self.zeros:
+            return zero
+        if zero.any():
+            why = f"has zeros beside {MIDDLE}, though the config says zero_point false"
+            raise broken(tensors.path(name), why, name)
+        return None
 
 
 def _columns(words: np.ndarray) -> np.ndarray:
@@ -85,6 +98,8 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Awq, Awq]:
     """
     one_of(config, "bits", 4)
     one_of(config, "version", "gemm", "GEMM", None)
+    one_of(config, "format", "gemm", None)
+    one_of(config, "backend", "autoawq", "auto", None)  # of others the words lie otherwise
     zeros = one_of(config, "zero_point", True, False)
     skipped = names(config, "modules_to_not_convert")
     if not config.get("lm_head"):

@@ -35,6 +35,10 @@ from jserve.weights.safetensors import broken
 
 PACKED = "pack-quantized"
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+ORDERS: Kinds = ("int32", "int64")
+"""Types of ``weight_g_idx``."""
+ZEROS: Kinds = (*FLOATS, *E4M3, "int8")
+"""Types of the zeros of floats, which are all 0."""
 SCALES: dict[str, Kinds] = {NVFP4: E4M3, MXFP4: E8M0, MXFP8: E8M0}
 """Types of the scales of these formats."""
 
@@ -117,19 +121,24 @@ class Compressed:
             tensors.check(f"{stem}.weight_global_scale", (1,), FLOATS)
         if group.static:
             tensors.check(f"{stem}.input_scale", (1,), FLOATS)
+        if not group.symmetric:
+            _zero_shape(tensors, stem, group, (N, D))
+        if group.ordered:
+            tensors.check(f"{stem}.weight_g_idx", (D,), ORDERS)
         return N, D
 
     def read(self, tensors: Tensors, stem: str) -> Matrix:
-        """As ``Reader.read``."""
+        """As ``Reader.read``.
+
+        Raises:
+            WeightsError: there are zeros, or an order, that the config has not.
+        """
         (N, D), group = self.check(tensors, stem), self._known(stem)
-        scale = _scales(tensors, stem, group, (N, D))
-        q, order = _values(tensors, stem, group, (N, D)), None
-        if group.ordered and tensors.has(name := f"{stem}.weight_g_idx"):
-            order = ordered(tensors, name, D, group.group)
+        q, order = _values(tensors, stem, group, (N, D)), _order(tensors, stem, group, D)
         return Matrix(
             q=q if order is None else q[:, order],
-            scale=scale,
-            zero=None if group.symmetric else _zeros(tensors, stem, group, scale.shape),
+            scale=_scales(tensors, stem, group, (N, D)),
+            zero=_zeros(tensors, stem, group, (N, D)),
             order=order,
             input_scale=scales(tensors, f"{stem}.input_scale", (1,)) if group.static else None,
         )
@@ -199,13 +208,48 @@ def _unpacked(words: np.ndarray, bits: int, n: int) -> np.ndarray:
     return (found.astype(np.int16) - 2 ** (bits - 1)).astype(np.int8)
 
 
-def _zeros(tensors: Tensors, stem: str, group: Group, shape: tuple[int, ...]) -> np.ndarray:
-    """int8[N, groups]."""
-    name, (N, B) = f"{stem}.weight_zero_point", shape
-    if group.format == PACKED:
-        rows = next(iter(tensors.shape(name)), 0)
-        words = tensors.get(name, (rows, B), ("int32",))
-        return _unpacked(np.ascontiguousarray(words.T), group.bits, N).T
-    stored = (1,) if group.strategy == "tensor" else (N, B)
-    found = tensors.get(name, stored, ("int8",))
-    return np.broadcast_to(found.reshape(-1, 1) if len(stored) == 1 else found, (N, B))
+def _order(tensors: Tensors, stem: str, group: Group, D: int) -> np.ndarray | None:
+    """As ``ordered``. Where a row has one scale an order means nothing."""
+    name = f"{stem}.weight_g_idx"
+    if not group.group or not tensors.has(name):
+        return None
+    order = ordered(tensors, name, D, group.group)
+    if order is not None and not group.ordered:
+        why = "has inputs in another order, though the config has no actorder group"
+        raise broken(tensors.path(name), why, name)
+    return order
+
+
+def _zero_shape(
+    tensors: Tensors, stem: str, group: Group, shape: tuple[int, int]
+) -> tuple[int, ...]:
+    """The shape of ``weight_zero_point``, which is checked: packed along N the words are loose or dense."""
+    name, stored = f"{stem}.weight_zero_point", group.scales(*shape)
+    if group.format != PACKED:
+        tensors.check(name, stored, ("int8",))
+        return stored
+    N, B = shape[0], stored[-1]
+    dense, loose = (-(-N * group.bits // 32), B), (-(-N // (32 // group.bits)), B)
+    found = dense if tensors.shape(name) == dense else loose
+    tensors.check(name, found, ("int32",))
+    return found
+
+
+def _zeros(tensors: Tensors, stem: str, group: Group, shape: tuple[int, int]) -> np.ndarray | None:
+    """int8[N, groups]; None: they are 0."""
+    name, (N, _) = f"{stem}.weight_zero_point", shape
+    if group.symmetric and not tensors.has(name):
+        return None
+    if group.is_float:
+        found = tensors.get(name, tensors.shape(name), ZEROS)
+    elif group.format == PACKED:
+        words = tensors.get(name, _zero_shape(tensors, stem, group, shape), ("int32",))
+        found = _unpacked(np.ascontiguousarray(words.T), group.bits, N).T
+    else:
+        found = tensors.get(name, _zero_shape(tensors, stem, group, shape), ("int8",))
+    if not group.symmetric:
+        return np.broadcast_to(found.reshape(len(found), -1), (N, found.size // len(found)))
+    if found.astype(np.float32).any():
+        why = "has zeros beside the middle of the range, though the config says symmetric"
+        raise broken(tensors.path(name), why, name)
+    return None

@@ -29,9 +29,9 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Compressed, Compressed]
     Raises:
         ConfigError: it has what is not read; ``field`` is the key.
     """
-    for key in ("sparsity_config", "transform_config"):
-        if config.get(key):
-            refuse(key, "is not supported")
+    _check_dense(config.get("sparsity_config"))
+    if config.get("transform_config"):
+        refuse("transform_config", "is not supported")
     given = config.get(GROUPS) or {}
     if not isinstance(given, Mapping):
         refuse(GROUPS, "must be an object")
@@ -42,6 +42,14 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Compressed, Compressed]
     made = Compressed(groups=groups, ignore=names(config, "ignore"))
     check_patterns([*made.ignore, *(name for g in groups for name in g.targets)], GROUPS)
     return made, made
+
+
+def _check_dense(given: Any) -> None:
+    """Refuse a ``sparsity_config`` but one that says that nothing is left out of the matrices."""
+    if given and not isinstance(given, Mapping):
+        refuse("sparsity_config", "must be an object")
+    if given:
+        one_of(given, "format", "dense", at="sparsity_config.")
 
 
 def _group(at: str, given: Any, top: str, dtype: str) -> Group:
@@ -65,9 +73,7 @@ def _group(at: str, given: Any, top: str, dtype: str) -> Group:
         strategy=strategy,
         group=group,
         block=_block(weights, inside) if strategy == "block" else (0, 0),
-        symmetric=one_of(
-            weights, "symmetric", *((True,) if is_float else (True, False)), at=inside
-        ),
+        symmetric=one_of(weights, "symmetric", *_symmetric(fmt, is_float, strategy), at=inside),
         ordered=group > 0 and order in (True, "group"),
         rounded=rounded,
         static=static,
@@ -97,6 +103,12 @@ def _strategy(weights: Mapping[str, Any], fmt: str, at: str) -> str:
     one_of(weights, "strategy", "tensor_group" if fmt == NVFP4 else "group", at=at)
     one_of(weights, "group_size", GROUP_SIZES[fmt], at=at)
     return "group"
+
+
+def _symmetric(fmt: str, is_float: bool, strategy: str) -> tuple[bool, ...]:
+    """The values that ``symmetric`` may have: zeros are of integers, and packed along the rows of a matrix."""
+    no_rows = strategy == "block" or (fmt == PACKED and strategy == "tensor")
+    return (True,) if is_float or no_rows else (True, False)
 
 
 def _block(weights: Mapping[str, Any], at: str) -> tuple[int, int]:

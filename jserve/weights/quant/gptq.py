@@ -3,7 +3,7 @@
 qweight  int32[D * bits / 32, N]   values along D, lowest bits first
 qzeros   int32[D / g, N * bits / 32]   along N; version 1 has them less one
 scales   float16[D / g, N]         w[n, d] = (q - zero) * scale, of group g_idx[d]
-g_idx    int32[D]                  missing or d // g unless ``desc_act``
+g_idx    int32[D]                  with ``desc_act``; elsewhere missing or d // g
 
 3 bits lie end to end over the borders of words. ``dynamic`` has modules with bits of their own, or none.
 """
@@ -33,6 +33,7 @@ from jserve.weights.quant.values import (
 )
 from jserve.weights.safetensors import broken
 
+VERSIONS = {"gptq": 1, "gptq_v2": 2}
 INSIDE = "modules_in_block_to_quantize"
 IN_LAYER = re.compile(r"\blayers\.\d+\.(.+)")
 """The name of a module in its layer."""
@@ -98,6 +99,8 @@ class Gptq:
         tensors.check(name, shape, ("int32",))
         tensors.check(f"{stem}.scales", (groups, N), FLOATS)
         tensors.check(f"{stem}.qzeros", (groups, N * self.bits // 32), ("int32",))
+        if self.ordered and self.group:
+            tensors.check(f"{stem}.g_idx", (D,), ("int32", "int64"))
         return N, D
 
     def read(self, tensors: Tensors, stem: str) -> Matrix:
@@ -167,18 +170,27 @@ def read(config: Mapping[str, Any], dtype: str) -> tuple[Gptq, Gptq]:
 
 
 def _of(config: Mapping[str, Any], dtype: str) -> Gptq:
-    version = one_of(config, "checkpoint_format", "gptq", "gptq_v2", None)
+    one_of(config, "is_marlin_format", False, None)
+    one_of(config, "pack_dtype", "int32", None)
     return Gptq(
         bits=one_of(config, "bits", 2, 3, 4, 8),
         group=group_size(config),
         symmetric=one_of(config, "sym", True, False),
-        version=2 if version == "gptq_v2" else 1,
+        version=_version(config),
         ordered=bool(one_of(config, "desc_act", True, False, None)),
         head=bool(config.get("lm_head")),
         dtype=dtype,
         signed=of_auto_round(config),
         inside=_inside(config),
     )
+
+
+def _version(config: Mapping[str, Any]) -> int:
+    """1 or 2, of two keys that may say it."""
+    older, newer = (one_of(config, key, *VERSIONS, None) for key in ("format", "checkpoint_format"))
+    if older and newer and older != newer:
+        refuse("format", f"{older!r} contradicts checkpoint_format {newer!r}")
+    return VERSIONS.get(newer or older, 1)
 
 
 def _inside(config: Mapping[str, Any]) -> tuple[str, ...] | None:
