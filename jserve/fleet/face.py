@@ -303,9 +303,9 @@ class FleetEngine(EngineFace):
             placement.on_prefill(replica, output)
             return
         stream = self._streams.get(output.request_id)
-        if placement.audits.took(replica, output) or placement.hedging.took(
-            stream, replica, output
-        ):
+        if placement.audits.took(replica, output) or placement.probes.took(replica, output):
+            return
+        if placement.hedging.took(stream, replica, output):
             return
         placement.told(replica, output)
         refused = output.error_code == Overloaded.code

@@ -19,11 +19,13 @@ from jserve.engine.wire import Control, HandleCommand, Outputs
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, EngineDead, JserveError
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.link import Endpoint, FrontClient
-from jserve.fleet.member import OVERDUE_S
+from jserve.fleet.member import OVERDUE_S, Member
+from jserve.fleet.router import POLICIES
+from jserve.fleet.suspicion import REST_S
 from jserve.llm import LLM
 from jserve.outputs import PartialOutput, RequestOutput
 from jserve.sampling import SamplingParams
-from jserve.types import Finish, Output, Request
+from jserve.types import Finish, Lane, Output, Request
 from tests.engine.test_resume import any_request
 from tests.fleet import fakes
 from tests.fleet.fakes import ThreadSource
@@ -370,6 +372,18 @@ async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
         assert (fleet.counters["moved"], free.n_requests) == (1, 1)
 
 
+def put_out(fleet: FleetEngine, monkeypatch) -> Member:
+    """The first replica, which is put out as slow and has rested."""
+    slow = fleet.members[0]
+    record = fleet.suspicion.records[slow.name]
+    monkeypatch.setattr(fleet.suspicion, "look", lambda now: [])
+    fleet.suspicion._put_out(record, time.monotonic())
+    fleet._out(slow, silent=False)
+    record.factor, record.rests_until = 4.0, 0.0
+    fleet._weigh(slow)
+    return slow
+
+
 async def test_a_slow_replica_gives_up_as_much_as_may_be_moved_and_comes_back(monkeypatch):
     """The ways of ``suspicion`` in a fleet: put out, tried, trusted again."""
     async with World(2) as world:
@@ -380,20 +394,107 @@ async def test_a_slow_replica_gives_up_as_much_as_may_be_moved_and_comes_back(mo
         running = asyncio.ensure_future(answers(fleet, asked))
         await until(lambda: slow.n_open > 0)
         n = slow.n_open
-        record = fleet.suspicion.records[slow.name]
-        monkeypatch.setattr(fleet.suspicion, "look", lambda now: [])
-        fleet.suspicion._put_out(record, time.monotonic())
-        fleet._out(slow, silent=False)
+        put_out(fleet, monkeypatch)
+        fleet.suspicion.records[slow.name].rests_until = time.monotonic() + 99.0
         assert (slow.n_open, fleet.counters["moved"]) == (0, n)
         assert await running == whole
         before = slow.n_requests
         assert await answers(fleet, asked) == whole
         assert slow.n_requests == before, "it is out"
-        record.rests_until = 0.0
+        fleet.suspicion.records[slow.name].rests_until = 0.0
         assert await answers(fleet, asked) == whole
         assert slow.n_requests == before + 1, "it is tried with one at a time"
         assert await answers(fleet, asked[:1]) == whole[:1]
-        assert not fleet.suspicion.records[slow.name].out
+        await until(lambda: not fleet.suspicion.records[slow.name].out)
+        assert not slow.streams
+        assert not fleet._placement.probes._probes
+
+
+async def back(fleet: FleetEngine, slow: Member, n_prompt: int = 40) -> None:
+    """Ask until ``slow`` is trusted again."""
+    rest_s = fleet.suspicion.records[slow.name].rest_s
+    for i in range(4):
+        ids = tuple((7 * i + j) % 250 for j in range(n_prompt))
+        asked = Request(id="new", prompt_ids=ids, params=SamplingParams(max_tokens=2))
+        await answers(fleet, [asked] * 3)
+        await until(lambda: not fleet._placement.probes._probes)
+        record = fleet.suspicion.records[slow.name]
+        if not record.out:
+            return
+        assert record.rest_s == rest_s, "a probe of a healthy replica was a bad one"
+    raise AssertionError("it never comes back")
+
+
+async def test_one_with_long_steps_comes_back(monkeypatch):
+    """A first token takes four steps of 50 ms; that is its price, and no sign of slowness."""
+    monkeypatch.setattr(fakes.SlowRunner, "slow", 0.05 / fakes.STEP_S)
+    async with World(2) as world:
+        fleet = world.fleet
+        monkeypatch.setattr(fleet._router, "_policy", POLICIES["round_robin"])
+        for i in range(3):  # what steps cost is learned
+            learned = [dataclasses.replace(one, prompt_ids=(i,) * 200) for one in requests(2, 4)]
+            await answers(fleet, learned)
+        await back(fleet, put_out(fleet, monkeypatch), n_prompt=200)
+
+
+@pytest.mark.parametrize("own", [{"lane": Lane.INTERACTIVE}, {"ttft_deadline_ms": 5000.0}])
+async def test_one_comes_back_whatever_the_traffic_is(monkeypatch, own):
+    """No client in a hurry waits for it: what tries it is nobody's."""
+    asked = [dataclasses.replace(one, **own) for one in requests(3, 8)]
+    whole = await undisturbed(asked)
+    async with World(2) as world:
+        fleet = world.fleet
+        await answers(fleet, asked)
+        slow = put_out(fleet, monkeypatch)
+        world.source.hold(slow.name, True)
+        assert await asyncio.wait_for(answers(fleet, asked), 5.0) == whole
+        world.source.hold(slow.name, False)
+        await until(lambda: not slow.silent and not fleet._placement.probes._probes)
+        fleet.suspicion.records[slow.name].rests_until = 0.0
+        fleet.suspicion.records[slow.name].rest_s = REST_S
+        await back(fleet, slow)
+
+
+async def test_a_probe_that_gets_no_answer_is_tried_again(monkeypatch):
+    """Its replica falls silent, then refuses."""
+    asked = requests(3, 4)
+    async with World(2) as world:
+        fleet, source = world.fleet, world.source
+        await answers(fleet, asked)
+        slow = put_out(fleet, monkeypatch)
+        source.hold(slow.name, True)
+        await answers(fleet, asked[:1])
+        assert fleet.suspicion.records[slow.name].probe is not None
+        await until(lambda: slow.silent)
+        assert fleet.suspicion.records[slow.name].probe is None
+        source.hold(slow.name, False)
+        await until(lambda: not slow.silent)
+        source.hold(slow.name, True)
+        await answers(fleet, asked[:1])
+        (id,) = fleet._placement.probes._probes
+        refusal = Output(
+            request_id=id, index=0, finish=Finish.ERROR, error="full", error_code="overloaded"
+        )
+        fleet.received(slow, Outputs(step=slow.stats.step, outputs=[refusal]))
+        assert fleet.suspicion.records[slow.name].probe is None
+        source.hold(slow.name, False)
+        await back(fleet, slow)
+
+
+async def test_one_that_cannot_be_tried_keeps_no_other_from_it(monkeypatch):
+    async with World(7) as world:
+        fleet, source = world.fleet, world.source
+        asked = requests(7, 4)
+        await answers(fleet, asked)
+        put_out(fleet, monkeypatch)
+        silent, slow, *_ = fleet.members
+        fleet.suspicion._put_out(fleet.suspicion.records[slow.name], 0.0)
+        fleet._weigh(slow)
+        silent.silent = True
+        source.hold(silent.name, True)
+        await back(fleet, slow)
+        assert fleet.suspicion.records[silent.name].out
+        source.hold(silent.name, False)
 
 
 async def test_who_is_degraded_gets_nothing_while_others_are_fit(monkeypatch):

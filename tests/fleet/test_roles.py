@@ -170,7 +170,11 @@ def apart(monkeypatch):
     def always(asked, candidates, pages):
         helpers = [i for i, one in enumerate(candidates) if one.role == PREFILL and one.view.ready]
         route(asked, candidates, pages)
-        return ReplicaChoice(replica=helpers[0], n_cached=0) if helpers and asked.pages else None
+        return (
+            ReplicaChoice(replica=helpers[0], n_cached=0, first_s=0.0, cost_s=0.0)
+            if helpers and asked.pages
+            else None
+        )
 
     monkeypatch.setattr(routing, "prefill_at", always)
 

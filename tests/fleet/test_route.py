@@ -135,8 +135,12 @@ def test_the_price_in_seconds_by_hand():
     choice = route(asked(), [one], index([5]))
     new = 140 - 5 * PAGE
     assert choice.n_cached == 80
-    assert choice.first_s == pytest.approx(2 * (0.1 + 0.5 + new * 1e-3))
-    assert choice.cost_s == pytest.approx(choice.first_s + 2 * 5 * (new * 1e-3 + 20 * 1e-4))
+    assert choice.first_s == pytest.approx(0.1 + 0.5 + new * 1e-3)
+    assert choice.cost_s == pytest.approx(2 * (choice.first_s + 5 * (new * 1e-3 + 20 * 1e-4)))
+    one.view = msgspec.structs.replace(one.view, step_s=0.09, chunk=40.0)  # 0.05 without a prompt
+    in_steps = route(asked(), [one], index([5]))
+    assert in_steps.first_s == pytest.approx(choice.first_s + 2 * 0.05)
+    assert in_steps.cost_s == choice.cost_s
 
 
 def test_what_is_evicted_and_computed_again_counts():
