@@ -41,6 +41,8 @@ class Start(Message, frozen=True):
 
 class Submit(Message, frozen=True):
     request: Request
+    age_s: float | None = None
+    """Seconds since its arrival, where the clock of ``request.arrival`` is another machine's."""
 
 
 class Cancel(Message, frozen=True):
@@ -58,6 +60,8 @@ class Create(Message, frozen=True):
 
     request: Request
     ttl_s: float
+    age_s: float | None = None
+    """As of ``Submit``."""
 
 
 class HandleCommand(Message, frozen=True):

@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -177,16 +178,16 @@ class EngineHost:
 
     def _send(self, front: FrontConnection, message: Message) -> None:
         match message:
-            case Submit():
+            case Submit() | Create():
+                arrival = 0.0 if message.age_s is None else time.monotonic() - message.age_s
+                request = dataclasses.replace(message.request, arrival=arrival)
                 with self._lock:
-                    front.submitted(self._n_submitted, message.request)
+                    front.submitted(self._n_submitted, request)
                     self._n_submitted += 1
-                self._client.submit(message.request)
-            case Create():
-                with self._lock:
-                    front.submitted(self._n_submitted, message.request)
-                    self._n_submitted += 1
-                self._client.create(message.request, message.ttl_s)
+                if isinstance(message, Submit):
+                    self._client.submit(request)
+                else:
+                    self._client.create(request, message.ttl_s)
             case Cancel():
                 self._client.cancel(message.request_id, message.index)
             case HandleCommand() | Control():

@@ -96,7 +96,9 @@ class RequestPlacement:
         """As ``EngineFace._place``."""
         self.audits.drop(stream.request.id)
         is_long, router = admission.is_long(stream.request, self.short_context), self.router
-        stream.request = request = replace(stream.request, is_long=is_long)
+        # Its deadlines count from here, whichever replicas it meets.
+        arrival = stream.request.arrival or self._clock()
+        stream.request = request = replace(stream.request, is_long=is_long, arrival=arrival)
         self.hedging.placed(request)
         self._probe(request)
         asked = self.asked_of(request)

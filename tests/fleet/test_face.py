@@ -224,6 +224,26 @@ async def test_with_no_replica_left_requests_wait_for_the_next():
         assert await asyncio.wait_for(running, 10.0) == whole
 
 
+@pytest.mark.parametrize("ago_s", [None, 0.2])
+async def test_a_deadline_holds_wherever_a_request_goes_on(ago_s):
+    """Its replica is killed, and the next one too: the time is that since it arrived."""
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+        began = time.monotonic()
+        (asked,) = requests(1, 460)
+        arrival = 0.0 if ago_s is None else began - ago_s
+        asked = dataclasses.replace(asked, deadline_ms=1400.0, arrival=arrival)
+        running = asyncio.ensure_future(told(fleet, asked))
+        for _ in range(2):
+            await asyncio.sleep(0.4)
+            source.kill(next(one.name for one in fleet.members if one.n_open))
+        output = await asyncio.wait_for(running, 5.0)
+        assert output.outputs[0].finish_reason.startswith("deadline_exceeded")
+        took = time.monotonic() - began + (ago_s or 0.0)
+        assert 1.35 < took < 1.75, "begun anew it would be 2.2"
+        assert fleet.counters["resumed"] == 2
+
+
 async def test_one_that_is_moved_again_and_again_is_not_blamed():
     """Scale-down after scale-down while a request waits in the queue: nothing speaks against it."""
     async with World(3) as world:
