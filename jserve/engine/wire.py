@@ -251,6 +251,11 @@ def pack(message: Message) -> bytes:
     return framed(payload)
 
 
+def encoded(value: Any) -> bytes:
+    """A value as it crosses the boundary. Raises TypeError or OverflowError for what msgpack has no form for."""
+    return _encoder.encode(value)
+
+
 def framed(payload: bytes) -> bytes:
     """The frame of a payload."""
     return _HEADER.pack(len(payload)) + payload

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+import hashlib
+from collections.abc import Collection, Sequence as Seq
 
+from jserve.engine.wire import encoded
 from jserve.fleet.pages import digests_of
 from jserve.fleet.route import Asked
 from jserve.sched.cache.retention import root_of
@@ -40,3 +42,20 @@ class Asking:
             lane=request.lane,
             ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
         )
+
+
+def front_kv_name(request: Request, kv_features: Collection[str]) -> str:
+    """A name for what step features change of the KV of ``request``, where ``kv_features`` are those that change any;
+    "": nothing. Only engines have their functions, so what features are asked stands for what they make of it, the
+    length of the prompt included. Requests of one name have the same KV; what engines call it is unknown, and so which
+    of its pages they keep.
+    """
+    args = request.params.extra_args
+    asked = [(name, args[name]) for name in sorted(args) if name in kv_features]
+    if not asked:
+        return ""
+    try:
+        text = encoded((len(request.prompt_ids), asked))
+    except (TypeError, OverflowError):
+        return ""  # it cannot be sent, and is refused when it would be
+    return f"front:{hashlib.blake2b(text, digest_size=16).hexdigest()}"

@@ -161,6 +161,7 @@ class FleetEngine(EngineFace):
         self._info = dict(self.members[0].info)
         self._placement.page_size = self._info["page_size"]
         self._placement.short_context = self._info["short_context"]
+        self._placement.kv_features = self._info["kv_features"]
         self._spawn(self._watch())
         return self._info
 

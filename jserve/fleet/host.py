@@ -265,8 +265,9 @@ def described(build: str) -> Build:
         alone = dataclasses.replace(config, cache=dataclasses.replace(cache, **own))
         engine, info = getattr(importlib.import_module(module), name)(alone, progress)
         page_size = engine.scheduler.resources.cache.page_size
-        names = {"page_size": page_size, "short_context": engine.scheduler.limits.short_context}
-        info = {**info, **names, "pid": os.getpid()}
+        limits = engine.scheduler.limits
+        names = {"page_size": page_size, "short_context": limits.short_context}
+        info = {**info, **names, "kv_features": sorted(limits.kv_names), "pid": os.getpid()}
         if not cache.kv_events:
             describe(engine)
             return engine, info

@@ -16,6 +16,7 @@ from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.errors import EngineDead, JserveError, NotReady
+from jserve.fleet.asking import front_kv_name
 from jserve.fleet.audit import Audits
 from jserve.fleet.commands import HandlePlaces
 from jserve.fleet.hedging import Hedging
@@ -55,6 +56,7 @@ class RequestPlacement:
     Attributes:
         page_size: tokens of a KV page; 0 before the first replica is ready.
         short_context: as of ``RunnerLimits``.
+        kv_features: step features that change KV.
         closed: nothing is handed over any more.
         n_moved: requests that went on elsewhere though their replica lives.
     """
@@ -87,6 +89,7 @@ class RequestPlacement:
         )
         self.probes = Probes(self.sent, self._assign, suspicion, clock=clock)
         self.page_size, self.short_context, self.closed, self.n_moved = 0, 0, False, 0
+        self.kv_features: Collection[str] = ()
 
     @property
     def _ready(self) -> list[Member]:
@@ -98,7 +101,10 @@ class RequestPlacement:
         is_long, router = admission.is_long(stream.request, self.short_context), self.router
         # Its deadlines count from here, whichever replicas it meets.
         arrival = stream.request.arrival or self._clock()
-        stream.request = request = replace(stream.request, is_long=is_long, arrival=arrival)
+        kv_name = front_kv_name(stream.request, self.kv_features)
+        stream.request = request = replace(
+            stream.request, is_long=is_long, kv_name=kv_name, arrival=arrival
+        )
         self.hedging.placed(request)
         self._probe(request)
         asked = self.asked_of(request)

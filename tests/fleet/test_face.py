@@ -11,12 +11,14 @@ import sys
 import time
 import uuid
 
+import numpy as np
 import pytest
 
 from jserve.build import serving_engine
 from jserve.config import EngineConfig
 from jserve.engine.wire import Control, HandleCommand, Outputs
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, EngineDead, JserveError
+from jserve.fleet.asking import front_kv_name
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.link import Endpoint, FrontClient
 from jserve.fleet.member import OVERDUE_S, Member
@@ -346,6 +348,63 @@ async def test_pages_of_long_texts_are_known_by_the_names_that_replicas_give(mon
         assert max(fleet._router.pages.known(seen[0].pages, 2)) == 2
         await answers(fleet, [short])
         assert seen[1].pages != seen[0].pages, "the same prompt, which has other KV"
+
+
+async def test_pages_of_steered_prompts_are_found_where_they_are_and_nowhere_else(monkeypatch):
+    """What a step feature makes of a prompt is other KV: only the engine can name it as it does."""
+    kv_names = {"steer": lambda asked, n: f"{asked}"}
+    features = fakes.LIMITS.features | {"steer": lambda asked: None}
+    limits = dataclasses.replace(fakes.LIMITS, features=features, kv_names=kv_names)
+    monkeypatch.setattr(fakes, "LIMITS", limits)
+    (plain,) = requests(1, 2)
+
+    def steered(strength: float) -> Request:
+        params = dataclasses.replace(plain.params, extra_args={"steer": ["calm", strength]})
+        return dataclasses.replace(plain, params=params)
+
+    async with World(2) as world:
+        fleet, choices, found = world.fleet, [], []
+        choose = fleet._router.choose
+        monkeypatch.setattr(
+            fleet._router, "choose", lambda asked: (choices.append(choose(asked)), choices[-1])[1]
+        )
+        for asked in [plain, steered(1.0), steered(1.0), steered(2.0), plain]:
+            one = dataclasses.replace(asked, id=uuid.uuid4().hex)
+            outputs = [out async for out in fleet.generate(one)]
+            found.append(outputs[0].n_cached)
+            await until(lambda: not fleet._placement.sent._sent)
+            await asyncio.sleep(0.1)
+        assert found == [0, 0, 32, 0, 32]
+        assert [one.n_cached for one in choices] == [0, 0, 0, 0, 32], "no page is taken for another"
+        assert choices[1].replica == choices[2].replica
+        # While it is at a replica, what was sent there is known by the front's own name.
+        running = asyncio.ensure_future(answers(fleet, [steered(3.0)] * 3))
+        await asyncio.wait_for(running, 5.0)
+        assert 32 in [one.n_cached for one in choices[-3:]]
+
+
+def test_a_front_names_what_features_are_asked():
+    def name(n_prompt: int = 40, features: tuple[str, ...] = ("steer", "bend"), **asked) -> str:
+        params = SamplingParams(extra_args=asked)
+        request = Request(id="a", prompt_ids=(1,) * n_prompt, params=params)
+        return front_kv_name(request, features)
+
+    vector = np.arange(2000, dtype=np.float32)
+    changed = vector.copy()
+    changed[1000] = 0.0
+    names = [
+        name(steer=[1.0]),
+        name(steer=[2.0]),
+        name(bend=[1.0]),
+        name(steer=[1.0], bend=[1.0]),
+        name(41, steer=[1.0]),
+        name(steer=vector),
+        name(steer=changed),
+    ]
+    assert len(set(names)) == len(names)
+    assert name(steer=vector) == name(steer=vector.copy(), echo=1)
+    assert name(bend=[1.0], steer=[1.0]) == name(steer=[1.0], bend=[1.0])
+    assert name(echo=1) == name(features=(), steer=[1.0]) == name(steer=object()) == ""
 
 
 async def test_a_pause_of_the_front_is_no_replicas_fault():
