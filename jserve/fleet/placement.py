@@ -7,6 +7,7 @@ member is ``fleet.face``'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import msgspec
 from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.errors import EngineDead, JserveError, NotReady
+from jserve.errors import DeadlineUnreachable, EngineDead, JserveError, NotReady, Overloaded
 from jserve.fleet.asking import front_kv_name
 from jserve.fleet.audit import Audits
 from jserve.fleet.commands import HandlePlaces
@@ -38,6 +39,9 @@ from jserve.fleet.suspicion import RetryBudget, Suspicion
 from jserve.ports import Clock
 from jserve.sched.admission import check as admission
 from jserve.types import Finish, Output, Request
+
+REFUSALS = (Overloaded.code, DeadlineUnreachable.code)
+"""Codes of what one replica has no room for now, and another one may have."""
 
 
 class RequestPlacement:
@@ -90,6 +94,8 @@ class RequestPlacement:
         self.probes = Probes(self.sent, self._assign, suspicion, clock=clock)
         self.page_size, self.short_context, self.closed, self.n_moved = 0, 0, False, 0
         self.kv_features: Collection[str] = ()
+        self._refusals: dict[str, Output] = {}
+        """Of requests that were refused and asked another replica, the refusal with the least wait."""
 
     @property
     def _ready(self) -> list[Member]:
@@ -207,9 +213,19 @@ class RequestPlacement:
             self._budget.earned()
             self._rebalances.earned()
 
-    def asks_another(self, stream: Stream, replica: Replica, refusal: Output) -> bool:
+    def refused(self, stream: Stream, replica: Replica, refusal: Output) -> Output | None:
         """A refused request goes to another replica, if one is left that may have room: views are never new
-        enough to know."""
+        enough to know. Otherwise what its client is told: of all that refused it, the one that asks it to wait least.
+        """
+        least = self._refusals.get(refusal.request_id, refusal)
+        if _wait_s(refusal) < _wait_s(least):
+            least = refusal
+        if self._asks_another(stream, replica, refusal):
+            self._refusals[refusal.request_id] = least
+            return None
+        return msgspec.structs.replace(least, index=refusal.index, attempt=refusal.attempt)
+
+    def _asks_another(self, stream: Stream, replica: Replica, refusal: Output) -> bool:
         sent = self.sent.get(refusal.request_id)
         if sent is None or sent.member is not replica:
             return False
@@ -266,6 +282,7 @@ class RequestPlacement:
             sent = self.sent.settle(prefill)
             if sent is not None and sent.member.streams.pop(prefill, None) is not None:
                 sent.member.cancel(prefill)
+        self._refusals.pop(stream.request.id, None)
         self.hedging.over(stream.request.id)
         self._rollout.over(stream.request.id, stream.request.params.n)
         sent = self.sent.settle(stream.request.id)
@@ -346,3 +363,7 @@ class RequestPlacement:
                 return None
             choice = self.router.assign(asked, able[0].number)  # which ends it: other weights
         return Sent(asked, self._numbered(choice.replica), choice, self._clock())
+
+
+def _wait_s(refusal: Output) -> float:
+    return math.inf if refusal.retry_after is None else refusal.retry_after

@@ -451,6 +451,42 @@ async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
         assert (fleet.counters["moved"], free.n_requests) == (1, 1)
 
 
+@pytest.mark.parametrize("code", ["overloaded", "deadline_unreachable"])
+async def test_who_is_refused_by_all_is_told_the_least_wait(code):
+    async with World(3) as world:
+        fleet, refused = world.fleet, []
+        for one in fleet.members:
+            world.source.hold(one.name, True)
+        (asked,) = requests(1, 4)
+
+        async def told() -> Output:
+            outputs = [out async for out in fleet.generate(asked)]
+            assert len(outputs) == 1
+            return outputs[0]
+
+        running = asyncio.ensure_future(told())
+        for attempt, wait_s in enumerate([7.0, 3.0, 9.0]):
+            await until(lambda: any(one.n_open for one in fleet.members))
+            (busy,) = (one for one in fleet.members if one.n_open)
+            refused.append(busy.name)
+            refusal = Output(
+                request_id=asked.id,
+                index=0,
+                finish=Finish.ERROR,
+                error=f"try again in {wait_s:.0f} s",
+                error_code=code,
+                retry_after=wait_s,
+                attempt=attempt,
+            )
+            fleet.received(busy, Outputs(step=0, outputs=[refusal]))
+        end = await asyncio.wait_for(running, 5.0)
+        assert sorted(refused) == sorted(one.name for one in fleet.members)
+        assert (end.retry_after, end.error, end.error_code) == (3.0, "try again in 3 s", code)
+        assert not fleet._placement._refusals
+        for one in fleet.members:
+            world.source.hold(one.name, False)
+
+
 def put_out(fleet: FleetEngine, monkeypatch) -> Member:
     """The first replica, which is put out as slow and has rested."""
     slow = fleet.members[0]
