@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Sequence as Seq
 
 from jserve.engine.wire import encoded
-from jserve.fleet.pages import digests_of
+from jserve.fleet.pages import PageNames
 from jserve.fleet.route import Asked
 from jserve.sched.cache.retention import root_of
 from jserve.types import Request
@@ -15,10 +15,10 @@ FIRST_GUESS, GAIN = 128.0, 0.05
 
 
 class Asking:
-    """Knows how long answers are: a decayed mean of those that ended."""
+    """Knows how long answers are, a decayed mean of those that ended, and names pages."""
 
     def __init__(self) -> None:
-        self._mean = FIRST_GUESS
+        self._mean, self._names = FIRST_GUESS, PageNames()
 
     def learn(self, n_tokens: int) -> None:
         """An answer ended after ``n_tokens``."""
@@ -35,7 +35,7 @@ class Asking:
         root = (*root_of(request), weights) if weights else root_of(request)
         ttft_ms = request.ttft_deadline_ms
         return Asked(
-            pages=digests_of(root, tokens, page_size),
+            pages=self._names.of(root, tokens, page_size),
             page_size=page_size,
             n_prompt=len(tokens),
             n_out=round(self._mean if most is None else min(most, self._mean)),
