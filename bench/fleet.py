@@ -1,4 +1,4 @@
-"""Microseconds of one choice between replicas: pages looked up, prices compared.
+"""Microseconds of one choice between replicas: pages named, looked up, prices compared.
 
 It owns the timing of ``fleet.router``. Views, pages and requests are made up; nothing runs behind them.
 
@@ -8,6 +8,7 @@ It owns the timing of ``fleet.router``. Views, pages and requests are made up; n
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -21,11 +22,13 @@ from rich.table import Table
 from bench import report
 from bench.probe import record
 from jserve.engine.view import PageEvent, View
-from jserve.fleet.pages import digests_of
+from jserve.fleet.pages import PageNames, digests_of
 from jserve.fleet.route import Asked
 from jserve.fleet.router import ReplicaRouter
 
 PREFIXES = 200
+NEW = 64
+"""Tokens of a prompt behind one of the prefixes."""
 
 
 def router_of(n: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> ReplicaRouter:
@@ -44,24 +47,35 @@ def router_of(n: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> R
 
 
 def measure(n: int, n_prompt: int, page_size: int, repeats: int) -> dict[str, Any]:
-    """Percentiles in microseconds of a choice, and of naming the pages of its prompt. The tenth is what it takes while
-    nobody else uses the core."""
+    """Percentiles in microseconds of a choice, of naming the pages of its prompt as if it were the first one, of naming
+    them where all but the last ``NEW`` tokens were named before, and of those names and the choice together. The tenth
+    is what it takes while nobody else uses the core."""
     rng = random.Random(0)
     tokens = [[rng.randrange(32000) for _ in range(n_prompt)] for _ in range(PREFIXES)]
     prompts = [digests_of(("", "", None), t, page_size) for t in tokens]
     router = router_of(n, prompts, rng)
-    choice_us, names_us = [], []
+    names, key = PageNames(), ("", "", None)
+    for prompt in tokens:
+        names.of(key, prompt, page_size)
+    columns: dict[str, list[float]] = {
+        name: [] for name in ("choice_us", "names_us", "known_names_us", "both_us")
+    }
     for k in range(repeats):
-        begun = time.perf_counter()
-        pages = digests_of(("", "", None), tokens[k % PREFIXES], page_size)
-        named = time.perf_counter()
+        prompt = (*tokens[k % PREFIXES][:-NEW], *[rng.randrange(32000) for _ in range(NEW)])
+        at = [time.perf_counter()]
+        digests_of(key, prompt, page_size)
+        at.append(time.perf_counter())
+        pages = names.of(key, prompt, page_size)
+        at.append(time.perf_counter())
         asked = Asked(pages=pages, page_size=page_size, n_prompt=n_prompt, n_out=200)
         choice = router.choose(asked)
-        names_us.append((named - begun) * 1e6)
-        choice_us.append((time.perf_counter() - named) * 1e6)
+        at.append(time.perf_counter())
+        cold, known, chosen = [(b - a) * 1e6 for a, b in itertools.pairwise(at)]
+        for column, us in zip(columns.values(), (chosen, cold, known, known + chosen), strict=True):
+            column.append(us)
         router.over(asked, choice.replica)
     found = {"replicas": n, "prompt": n_prompt, "page_size": page_size}
-    for name, us in (("choice_us", choice_us), ("names_us", names_us)):
+    for name, us in columns.items():
         cuts = statistics.quantiles(us, n=100)
         found |= {f"{name}_p10": cuts[9], f"{name}_p50": cuts[49], f"{name}_p99": cuts[98]}
     return found

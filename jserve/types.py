@@ -59,7 +59,8 @@ class Request(RequestOptions):
     attempt: int = 0
     """Its outputs carry this number, so that those of an attempt that was given up are known as such."""
     kv_name: str = ""
-    """The scheduler's: names what its step features change of its KV; "": nothing."""
+    """The scheduler's: names what its step features change of its KV; "": nothing. A front of several engines has a
+    name of its own before (``fleet.asking``)."""
     is_long: bool = False
     """The scheduler's: it may outgrow ``RunnerLimits.short_context``, so longrope's long factors are in its KV. Where
     it is submitted so it stays so, as the prompt of another request is computed."""

@@ -40,6 +40,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Moving one KV page between device and host memory, and where it shares pages also writing or reading it."""
     step_s: float = 0.0
     """The longest step that is usual now, with its prefill."""
+    chunk: float = 0.0
+    """Prompt tokens that such a step computes; 0: nobody says."""
 
 
 class PageEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -41,6 +41,8 @@ class Start(Message, frozen=True):
 
 class Submit(Message, frozen=True):
     request: Request
+    age_s: float | None = None
+    """Seconds since its arrival, where the clock of ``request.arrival`` is another machine's."""
 
 
 class Cancel(Message, frozen=True):
@@ -58,6 +60,8 @@ class Create(Message, frozen=True):
 
     request: Request
     ttl_s: float
+    age_s: float | None = None
+    """As of ``Submit``."""
 
 
 class HandleCommand(Message, frozen=True):
@@ -245,6 +249,11 @@ def pack(message: Message) -> bytes:
             f"a message of {len(payload)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
         )
     return framed(payload)
+
+
+def encoded(value: Any) -> bytes:
+    """A value as it crosses the boundary. Raises TypeError or OverflowError for what msgpack has no form for."""
+    return _encoder.encode(value)
 
 
 def framed(payload: bytes) -> bytes:

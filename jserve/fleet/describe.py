@@ -52,6 +52,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "", page_s: float
         token_s=scheduler.demand.token_s(context),
         page_s=resources.swap_policy.page_move_s + page_s,
         step_s=max(pace.step_s, plain_s),
+        chunk=pace.chunk,
     )
 
 

@@ -22,12 +22,12 @@ from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Outputs, Stats
-from jserve.errors import EngineDead, JserveError, NotReady, Overloaded, RequestFailed
+from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.guarded import GuardedCalls
 from jserve.fleet.member import Member, all_unfit, state_of
-from jserve.fleet.placement import RequestPlacement
+from jserve.fleet.placement import REFUSALS, RequestPlacement
 from jserve.fleet.role_control import RoleControl
 from jserve.fleet.roles import DECODE, exchanged, lacking
 from jserve.fleet.rollout import ACTIONS, Rollout
@@ -161,6 +161,7 @@ class FleetEngine(EngineFace):
         self._info = dict(self.members[0].info)
         self._placement.page_size = self._info["page_size"]
         self._placement.short_context = self._info["short_context"]
+        self._placement.kv_features = self._info["kv_features"]
         self._spawn(self._watch())
         return self._info
 
@@ -303,14 +304,17 @@ class FleetEngine(EngineFace):
             placement.on_prefill(replica, output)
             return
         stream = self._streams.get(output.request_id)
-        if placement.audits.took(replica, output) or placement.hedging.took(
-            stream, replica, output
-        ):
+        if placement.audits.took(replica, output) or placement.probes.took(replica, output):
+            return
+        if placement.hedging.took(stream, replica, output):
             return
         placement.told(replica, output)
-        refused = output.error_code == Overloaded.code
-        if stream is None or not refused or not placement.asks_another(stream, replica, output):
-            super()._deliver(replica, output)
+        if stream is not None and output.error_code in REFUSALS:
+            told = placement.refused(stream, replica, output)
+            if told is None:
+                return
+            output = told
+        super()._deliver(replica, output)
 
     def _over(self, stream: Stream) -> None:
         self._placement.over(stream)

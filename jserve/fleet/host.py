@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -177,16 +178,16 @@ class EngineHost:
 
     def _send(self, front: FrontConnection, message: Message) -> None:
         match message:
-            case Submit():
+            case Submit() | Create():
+                arrival = 0.0 if message.age_s is None else time.monotonic() - message.age_s
+                request = dataclasses.replace(message.request, arrival=arrival)
                 with self._lock:
-                    front.submitted(self._n_submitted, message.request)
+                    front.submitted(self._n_submitted, request)
                     self._n_submitted += 1
-                self._client.submit(message.request)
-            case Create():
-                with self._lock:
-                    front.submitted(self._n_submitted, message.request)
-                    self._n_submitted += 1
-                self._client.create(message.request, message.ttl_s)
+                if isinstance(message, Submit):
+                    self._client.submit(request)
+                else:
+                    self._client.create(request, message.ttl_s)
             case Cancel():
                 self._client.cancel(message.request_id, message.index)
             case HandleCommand() | Control():
@@ -264,8 +265,9 @@ def described(build: str) -> Build:
         alone = dataclasses.replace(config, cache=dataclasses.replace(cache, **own))
         engine, info = getattr(importlib.import_module(module), name)(alone, progress)
         page_size = engine.scheduler.resources.cache.page_size
-        names = {"page_size": page_size, "short_context": engine.scheduler.limits.short_context}
-        info = {**info, **names, "pid": os.getpid()}
+        limits = engine.scheduler.limits
+        names = {"page_size": page_size, "short_context": limits.short_context}
+        info = {**info, **names, "kv_features": sorted(limits.kv_names), "pid": os.getpid()}
         if not cache.kv_events:
             describe(engine)
             return engine, info

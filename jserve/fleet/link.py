@@ -38,6 +38,7 @@ from jserve.engine.wire import (
     pack,
     take_frames,
 )
+from jserve.ports import Clock
 from jserve.types import Request
 
 log = logging.getLogger(__name__)
@@ -218,11 +219,14 @@ class FrontClient:
 
     Args:
         endpoint: asks the replica where it listens.
+        clock: monotonic seconds, of which ``Request.arrival`` is.
     """
 
-    def __init__(self, endpoint: Callable[[], Awaitable[Endpoint]]) -> None:
+    def __init__(
+        self, endpoint: Callable[[], Awaitable[Endpoint]], *, clock: Clock = time.monotonic
+    ) -> None:
         self.info: dict[str, Any] = {}
-        self._endpoint = endpoint
+        self._endpoint, self._clock = endpoint, clock
         self._link: FrameLink | None = None
         self._task: asyncio.Task[None] | None = None
         self._over = threading.Event()
@@ -237,10 +241,11 @@ class FrontClient:
         self._task = self._loop.create_task(self._run(on_message))
 
     def submit(self, request: Request) -> None:
-        self._post(pack_request(Submit(request=request)))
+        self._post(pack_request(Submit(request=request, age_s=self._age_s(request))))
 
     def create(self, request: Request, ttl_s: float) -> None:
-        self._post(pack_request(Create(request=request, ttl_s=ttl_s)))
+        age_s = self._age_s(request)
+        self._post(pack_request(Create(request=request, ttl_s=ttl_s, age_s=age_s)))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         self._post(pack(Cancel(request_id=request_id, index=index)))
@@ -257,6 +262,10 @@ class FrontClient:
         if self._task is not None:
             self.kill()
             self._over.wait(timeout_s)
+
+    def _age_s(self, request: Request) -> float | None:
+        """Clocks of two machines have nothing in common, so what travels is how long ago it arrived."""
+        return max(0.0, self._clock() - request.arrival) if request.arrival else None
 
     def _post(self, frame: bytes) -> None:
         if self._link is not None:

@@ -10,11 +10,15 @@ pages in the middle may go first; then every page is looked up.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence as Seq
 
 from jserve.engine.view import DIGEST_BYTES, PageEvent
 from jserve.fleet.prompts import SentPrompts
 from jserve.kv.tiers import TOKEN_BYTES, digest_after, packed, root_digest
+
+BLOCK_TOKENS = 256
+"""Tokens whose pages ``PageNames`` remembers together."""
 
 
 class PageIndex:
@@ -104,12 +108,60 @@ class PageIndex:
         return len(self._held)
 
 
+class PageNames:
+    """Names pages as ``digests_of`` does, and remembers the names below prefixes that it met of late: of a prompt whose
+    beginning is known only the rest is digested.
+
+    It goes by blocks of ``BLOCK_TOKENS``. A name is found by the digest before its block and all tokens of the block,
+    so it is never another prompt's.
+
+    Args:
+        most: blocks that are remembered, about 3 KB each.
+    """
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[bytes, bytes, int], tuple[bytes, list[bytes]]] = (
+            OrderedDict()
+        )
+        """(Digest before a block, its packed tokens, page size) -> the digest behind it, the names of its pages."""
+
+    def of(self, key: tuple, tokens: Seq[int], page_size: int) -> tuple[bytes, ...]:
+        """As ``digests_of``."""
+        whole, known = packed(tokens), self._known
+        digest, found = root_digest(key), list[bytes]()
+        page_bytes = page_size * TOKEN_BYTES
+        block_bytes = max(1, BLOCK_TOKENS // page_size) * page_bytes
+        n_blocks = max(0, len(whole) - 1) // block_bytes
+        for at in range(0, n_blocks * block_bytes, block_bytes):
+            block = digest, whole[at : at + block_bytes], page_size
+            named = known.get(block)
+            if named is None:
+                named = known[block] = _named(digest, block[1], page_bytes)
+                if len(known) > self._most:
+                    known.popitem(last=False)
+            else:
+                known.move_to_end(block)
+            digest, names = named
+            found += names
+        rest = whole[n_blocks * block_bytes :]
+        n_full = max(0, len(rest) - 1) // page_bytes
+        found += _named(digest, rest[: n_full * page_bytes], page_bytes)[1]
+        return tuple(found)
+
+
 def digests_of(key: tuple, tokens: Seq[int], page_size: int) -> tuple[bytes, ...]:
     """The names of the full pages of a prompt below the root ``key``, but for a last one that has to be
     computed for its logits: ``bytes[DIGEST_BYTES]`` each."""
-    digest, found = root_digest(key), []
-    page_bytes, whole = page_size * TOKEN_BYTES, memoryview(packed(tokens))
-    for at in range(0, len(whole) - page_bytes, page_bytes):
-        digest = digest_after(digest, whole[at : at + page_bytes])
+    page_bytes, whole = page_size * TOKEN_BYTES, packed(tokens)
+    n_full = max(0, len(whole) - 1) // page_bytes
+    return tuple(_named(root_digest(key), whole[: n_full * page_bytes], page_bytes)[1])
+
+
+def _named(digest: bytes, pages: bytes, page_bytes: int) -> tuple[bytes, list[bytes]]:
+    """The digest behind whole ``pages`` that follow ``digest``, and their names."""
+    found, view = list[bytes](), memoryview(pages)
+    for at in range(0, len(pages), page_bytes):
+        digest = digest_after(digest, view[at : at + page_bytes])
         found.append(digest[:DIGEST_BYTES])
-    return tuple(found)
+    return digest, found

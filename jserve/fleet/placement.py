@@ -7,6 +7,7 @@ member is ``fleet.face``'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -15,11 +16,13 @@ import msgspec
 from jserve.engine.replica import Replica
 from jserve.engine.resume import Resumption
 from jserve.engine.streams import Stream
-from jserve.errors import EngineDead, JserveError, NotReady
+from jserve.errors import DeadlineUnreachable, EngineDead, JserveError, NotReady, Overloaded
+from jserve.fleet.asking import front_kv_name
 from jserve.fleet.audit import Audits
 from jserve.fleet.commands import HandlePlaces
 from jserve.fleet.hedging import Hedging
 from jserve.fleet.member import Member
+from jserve.fleet.probes import Probes
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import (
     RemotePrefills,
@@ -35,7 +38,10 @@ from jserve.fleet.sent import Sent, SentRequests
 from jserve.fleet.suspicion import RetryBudget, Suspicion
 from jserve.ports import Clock
 from jserve.sched.admission import check as admission
-from jserve.types import Finish, Lane, Output, Request
+from jserve.types import Finish, Output, Request
+
+REFUSALS = (Overloaded.code, DeadlineUnreachable.code)
+"""Codes of what one replica has no room for now, and another one may have."""
 
 
 class RequestPlacement:
@@ -54,6 +60,7 @@ class RequestPlacement:
     Attributes:
         page_size: tokens of a KV page; 0 before the first replica is ready.
         short_context: as of ``RunnerLimits``.
+        kv_features: step features that change KV.
         closed: nothing is handed over any more.
         n_moved: requests that went on elsewhere though their replica lives.
     """
@@ -84,7 +91,11 @@ class RequestPlacement:
         self.audits = Audits(
             self.sent, self._choose_other, lambda: rollout.busy, share=audit_share, clock=clock
         )
+        self.probes = Probes(self.sent, self._assign, suspicion, clock=clock)
         self.page_size, self.short_context, self.closed, self.n_moved = 0, 0, False, 0
+        self.kv_features: Collection[str] = ()
+        self._refusals: dict[str, Output] = {}
+        """Of requests that were refused and asked another replica, the refusal with the least wait."""
 
     @property
     def _ready(self) -> list[Member]:
@@ -94,8 +105,14 @@ class RequestPlacement:
         """As ``EngineFace._place``."""
         self.audits.drop(stream.request.id)
         is_long, router = admission.is_long(stream.request, self.short_context), self.router
-        stream.request = request = replace(stream.request, is_long=is_long)
+        # Its deadlines count from here, whichever replicas it meets.
+        arrival = stream.request.arrival or self._clock()
+        kv_name = front_kv_name(stream.request, self.kv_features)
+        stream.request = request = replace(
+            stream.request, is_long=is_long, kv_name=kv_name, arrival=arrival
+        )
         self.hedging.placed(request)
+        self._probe(request)
         asked = self.asked_of(request)
         bound = self._bound_to(request, ttl_s)
         if bound is None and self._roles and may_be_remote(request):
@@ -161,19 +178,25 @@ class RequestPlacement:
         return self.sent.asked(request, self._ready, self.page_size, resumed)
 
     def _bound_to(self, request: Request, ttl_s: float | None) -> Member | None:
-        """The replica that has to take ``request`` at any price: that of its cache, or one that has rested and is
-        tried with a request that is in no hurry."""
-        if request.cache is not None:
-            if ttl_s is None:
-                return self._handles.find(request.tenant, request.cache)
-            return self._handles.make(request.tenant, request.cache, self._ready)
-        if request.lane == Lane.INTERACTIVE or request.ttft_deadline_ms is not None:
+        """The replica that has to take ``request`` at any price: that of its cache."""
+        if request.cache is None:
             return None
-        name = self._suspicion.due(self._clock())
-        if name is None or not (self._members[name].may_get and self._members[name].ready):
-            return None
-        self._suspicion.probe(name, request.id)
-        return self._members[name]
+        if ttl_s is None:
+            return self._handles.find(request.tenant, request.cache)
+        return self._handles.make(request.tenant, request.cache, self._ready)
+
+    def _probe(self, request: Request) -> None:
+        """Try those that have rested with copies of ``request``, if its prompt can be computed apart from it."""
+        names = self._suspicion.due(self._clock())
+        if not names or not may_be_remote(request):
+            return
+        for member in [self._members[name] for name in names]:
+            if member.may_get and member.ready:
+                self.probes.begin(member, request)
+
+    def _assign(self, request: Request, member: Member) -> Sent:
+        asked = self.asked_of(request)
+        return Sent(asked, member, self.router.assign(asked, member.number), self._clock())
 
     def _numbered(self, number: int) -> Member:
         return next(one for one in self._members.values() if one.number == number)
@@ -184,16 +207,25 @@ class RequestPlacement:
         if sent is not None and sent.member is replica:
             self._rollout.told(sent.member, output, sent, sent.at)
         if sent is not None and sent.member is replica and sent.first and output.token_ids:
-            sent.first, now = False, self._clock()
-            self._suspicion.observe(sent.member.name, sent.ratio(now))
-            self._suspicion.probed(sent.member.name, output.request_id, sent.ratio(now), now)
+            sent.first = False
+            self._suspicion.observe(sent.member.name, sent.ratio(self._clock()))
         if output.finish in (Finish.STOP, Finish.LENGTH):
             self._budget.earned()
             self._rebalances.earned()
 
-    def asks_another(self, stream: Stream, replica: Replica, refusal: Output) -> bool:
+    def refused(self, stream: Stream, replica: Replica, refusal: Output) -> Output | None:
         """A refused request goes to another replica, if one is left that may have room: views are never new
-        enough to know."""
+        enough to know. Otherwise what its client is told: of all that refused it, the one that asks it to wait least.
+        """
+        least = self._refusals.get(refusal.request_id, refusal)
+        if _wait_s(refusal) < _wait_s(least):
+            least = refusal
+        if self._asks_another(stream, replica, refusal):
+            self._refusals[refusal.request_id] = least
+            return None
+        return msgspec.structs.replace(least, index=refusal.index, attempt=refusal.attempt)
+
+    def _asks_another(self, stream: Stream, replica: Replica, refusal: Output) -> bool:
         sent = self.sent.get(refusal.request_id)
         if sent is None or sent.member is not replica:
             return False
@@ -250,19 +282,19 @@ class RequestPlacement:
             sent = self.sent.settle(prefill)
             if sent is not None and sent.member.streams.pop(prefill, None) is not None:
                 sent.member.cancel(prefill)
+        self._refusals.pop(stream.request.id, None)
         self.hedging.over(stream.request.id)
         self._rollout.over(stream.request.id, stream.request.params.n)
         sent = self.sent.settle(stream.request.id)
         if sent is not None:
             self.sent.learn(stream)
             self.audits.over(stream, sent)
-            self._suspicion.probed(sent.member.name, stream.request.id, None, self._clock())
 
     def park(self, streams: list[Stream], why: str, code: str | None = EngineDead.code) -> None:
         """Their replica works on them no more; they wait to go on elsewhere (``go_on``)."""
         waiting = []
         for stream in streams:
-            if self.hedging.lost(stream) or self.audits.lost(stream):
+            if any(copies.lost(stream) for copies in (self.hedging, self.audits, self.probes)):
                 continue
             self.sent.settle(stream.request.id)
             if self.prefills.has(stream.request.id):
@@ -331,3 +363,7 @@ class RequestPlacement:
                 return None
             choice = self.router.assign(asked, able[0].number)  # which ends it: other weights
         return Sent(asked, self._numbered(choice.replica), choice, self._clock())
+
+
+def _wait_s(refusal: Output) -> float:
+    return math.inf if refusal.retry_after is None else refusal.retry_after

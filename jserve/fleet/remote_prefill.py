@@ -99,6 +99,7 @@ def prefill_of(request: Request, id: str) -> Request:
         prompt_ids=request.prompt_ids,
         params=SamplingParams(max_tokens=1, temperature=0.0, extra_args=extra),
         adapter=request.adapter,
+        kv_name=request.kv_name,
         is_long=request.is_long,
         exports_kv=True,
     )

@@ -18,7 +18,16 @@ from msgspec.structs import replace
 
 from jserve.errors import ConfigError
 from jserve.fleet.pages import PageIndex
-from jserve.fleet.route import PREFILL, Asked, Candidate, ReplicaChoice, able_of, prices, route
+from jserve.fleet.route import (
+    PREFILL,
+    Asked,
+    Candidate,
+    ReplicaChoice,
+    able_of,
+    choice_of,
+    prices,
+    route,
+)
 
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
@@ -92,9 +101,4 @@ def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Re
     if cost_s + after_s >= here.cost_s:
         return None
     best = found.cost_s.index(cost_s)
-    return ReplicaChoice(
-        replica=helpers[best],
-        n_cached=known[helpers[best]] * asked.page_size,
-        first_s=found.first_s[best],
-        cost_s=cost_s,
-    )
+    return choice_of(asked, candidates, known, found, best, helpers[best])

@@ -16,6 +16,7 @@ parts of the prompt: without it a prefix is soon everywhere, and the caches hold
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,10 +79,10 @@ class ReplicaChoice(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     n_cached: int
     """Prompt tokens that it has."""
-    first_s: float = 0.0
-    """Seconds to the first token, by its prices; 0 where nobody asked for them."""
-    cost_s: float = 0.0
-    """Those and what others pay."""
+    first_s: float
+    """Seconds to the first token as it is measured by them later, so without its suspicion."""
+    cost_s: float
+    """Those and what others pay, times its suspicion."""
 
 
 class Prices(NamedTuple):
@@ -112,12 +113,26 @@ def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> Replica
             able = [able[i] for i in in_time]
             found = Prices(*([column[i] for i in in_time] for column in found))
     best = _cheapest(asked, able, found, any(known) and any(known[i] for i in able))
-    replica = able[best]
+    return choice_of(asked, candidates, known, found, best, able[best])
+
+
+def choice_of(
+    asked: Asked,
+    candidates: Seq[Candidate],
+    known: Seq[int],
+    found: Prices,
+    at: int,
+    replica: int,
+) -> ReplicaChoice:
+    """The choice of ``replica``, whose prices are number ``at`` of ``found``. What a step takes without a prompt is no
+    price, since those who run there pay it anyway, but a first token waits for it in each step of its prompt."""
+    view, n_cached = candidates[replica].view, max(asked.n_ready, known[replica] * asked.page_size)
+    first_s = found.first_s[at] / candidates[replica].suspicion
+    if view.chunk:
+        n_steps = math.ceil((asked.n_prompt - n_cached) / view.chunk)
+        first_s += n_steps * max(0.0, view.step_s - view.chunk * view.prefill_token_s)
     return ReplicaChoice(
-        replica=replica,
-        n_cached=max(asked.n_ready, known[replica] * asked.page_size),
-        first_s=found.first_s[best],
-        cost_s=found.cost_s[best],
+        replica=replica, n_cached=n_cached, first_s=first_s, cost_s=found.cost_s[at]
     )
 
 

@@ -14,7 +14,7 @@ from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.roles import prefill_at
-from jserve.fleet.route import Asked, Candidate, ReplicaChoice, able_of, route
+from jserve.fleet.route import Asked, Candidate, ReplicaChoice, able_of, choice_of, prices, route
 
 
 @dataclass(slots=True)
@@ -176,8 +176,9 @@ class ReplicaRouter:
         return able
 
     def _at(self, asked: Asked, replica: int) -> ReplicaChoice:
-        n_cached = self.pages.known(asked.pages, len(self._replicas))[replica] * asked.page_size
-        return ReplicaChoice(replica=replica, n_cached=n_cached)
+        known = self.pages.known(asked.pages, len(self._replicas))
+        found = prices(asked, self.candidates, known, [replica])
+        return choice_of(asked, self.candidates, known, found, 0, replica)
 
 
 POLICIES: dict[str, Callable[[ReplicaRouter, Asked], ReplicaChoice]] = {

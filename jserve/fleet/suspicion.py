@@ -6,8 +6,8 @@ it takes than it should, against the fleet's median, in windows of ``WINDOW_S``:
     ratio < 1.5            trusted: its price is its price
     1.5 <= ratio           suspected: its price times the ratio, so that it gets fewer requests
     3 <= ratio, 3 windows  out: it gets none, and what it has goes on elsewhere
-    out for REST_S         half open: one request at a time; ``PROBES`` good ones and it is trusted again,
-                           a bad one and it rests for twice as long
+    out for REST_S         tried with one copy of a request at a time (``fleet.probes``); ``PROBES`` good ones and it
+                           is trusted again, a bad one and it rests for twice as long
 
 At most a third of the fleet is out at once, and never the last one.
 """
@@ -40,7 +40,7 @@ class TrustRecord:
     rest_s: float = REST_S
     rests_until: float = 0.0
     probe: str | None = None
-    """The request that it is tried with."""
+    """Id of the copy that it is tried with."""
     n_good: int = 0
     """Probes in a row that went well."""
 
@@ -51,7 +51,7 @@ class Suspicion:
     def __init__(self) -> None:
         self.records: dict[str, TrustRecord] = {}
         self.n_ejected = 0
-        self._window_ends = 0.0
+        self._window_ends, self._usual = 0.0, 1.0
 
     def join(self, name: str) -> None:
         self.records[name] = TrustRecord()
@@ -75,9 +75,9 @@ class Suspicion:
             record.ratios.clear()
         if not means:
             return []
-        usual = max(1.0, statistics.median_low(means.values()))
+        self._usual = max(1.0, statistics.median_low(means.values()))
         for name, mean in means.items():
-            self._judge(self.records[name], mean / usual)
+            self._judge(self.records[name], mean / self._usual)
         return self._eject(now, [n for n in means if self.records[n].n_bad >= WINDOWS])
 
     def _judge(self, record: TrustRecord, ratio: float) -> None:
@@ -99,26 +99,31 @@ class Suspicion:
         record.rests_until = now + record.rest_s
         record.rest_s = min(2 * record.rest_s, MAX_REST_S)
 
-    def due(self, now: float) -> str | None:
-        """One that has rested and may be tried with a request; None: there is none."""
-        for name, record in self.records.items():
-            if record.out and record.probe is None and now >= record.rests_until:
-                return name
-        return None
+    def due(self, now: float) -> list[str]:
+        """Those that have rested and may be tried."""
+        return [
+            name
+            for name, record in self.records.items()
+            if record.out and record.probe is None and now >= record.rests_until
+        ]
 
     def probe(self, name: str, request_id: str) -> None:
-        """``name`` is tried with this request."""
+        """``name`` is tried with this copy of a request."""
         self.records[name].probe = request_id
 
-    def probed(self, name: str, request_id: str, ratio: float | None, now: float) -> None:
-        """The probe took ``ratio`` times what it should have; None: nobody knows, it ended before."""
+    def release(self, name: str, request_id: str) -> None:
+        """The probe is over: where nobody knows how it went, the next one says so."""
+        record = self.records.get(name)
+        if record is not None and record.probe == request_id:
+            record.probe = None
+
+    def probed(self, name: str, request_id: str, ratio: float, now: float) -> None:
+        """The probe took ``ratio`` times what it should have, and is over."""
         record = self.records.get(name)
         if record is None or record.probe != request_id:
             return
         record.probe = None
-        if ratio is None:
-            return
-        if ratio >= SUSPECT:
+        if ratio / self._usual >= SUSPECT:
             self._put_out(record, now)
             return
         record.n_good += 1

@@ -61,7 +61,7 @@ def direct_route(asked: Asked, candidates: Seq[Candidate], known: Seq[int]) -> R
     return ReplicaChoice(
         replica=best,
         n_cached=max(asked.n_ready, known[best] * asked.page_size),
-        first_s=prices[best][0],
+        first_s=prices[best][0] / candidates[best].suspicion,
         cost_s=prices[best][1],
     )
 

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import os
 import time
+import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +22,7 @@ from jserve.fleet.host import EngineHost
 from jserve.fleet.link import FrontClient
 from jserve.ports import InFlight, RunnerLimits
 from jserve.runner.disk import DiskStore
+from jserve.runner.kv_transfer import KVTransferClients, KVTransferServer
 from jserve.runner.spill import Spill
 from jserve.sched.scheduler import Scheduler
 from jserve.testing import FakeRunner, HostCopy
@@ -56,15 +59,25 @@ class SlowRunner(FakeRunner):
 
 
 class SharedPagesRunner(SlowRunner):
-    """Hands pages over to others through files, as a runner with a disk tier does."""
+    """Hands pages over to others as a runner with a disk tier does: through files, or with ``key``, whose owners have
+    directories of their own, over TCP."""
 
-    def __init__(self, limits: RunnerLimits, directory: Path) -> None:
+    made: ClassVar[list[SharedPagesRunner]] = []
+    """Those of this process, youngest last."""
+    reached_at: ClassVar[Callable[[str], str]] = staticmethod(lambda address: address)
+    """The address at which others reach that of a server."""
+
+    def __init__(self, limits: RunnerLimits, directory: Path, key: str = "") -> None:
         super().__init__(limits)
+        directory = directory / uuid.uuid4().hex if key else directory
         Z = limits.page_size
         self._kinds = [(np.int64, Z), (np.uint64, Z), (np.bool_, Z), (np.bool_, Z)]
         n = sum(np.dtype(kind).itemsize * n for kind, n in self._kinds)
         store = DiskStore(directory, "fake", page_bytes=n, max_bytes=1 << 20)
-        self.spill = Spill(store)
+        server = KVTransferServer(("127.0.0.1", 0), store, key) if key else None
+        self.spill = Spill(store, server, KVTransferClients(store, key) if key else None)
+        self.kv_transfer_address = self.reached_at(server.address) if server is not None else None
+        self.made.append(self)
 
     def stored(self) -> list[bytes]:
         return self.spill.store.digests()
@@ -105,16 +118,19 @@ class SharedPagesRunner(SlowRunner):
 
 def build(config: EngineConfig, progress: Any) -> tuple[Engine, dict[str, Any]]:
     """The engine of the drills. ``config.model.model`` is a directory of orders: the file ``slow.PID`` holds how
-    many times slower the steps of process PID are. With ``disk_dir`` it hands pages over."""
-    limits, pages = LIMITS, config.cache.disk_dir
+    many times slower the steps of process PID are. With ``disk_dir`` it hands pages over, with ``kv_transfer_key`` over
+    TCP."""
+    limits, pages, facts = LIMITS, config.cache.disk_dir, {}
+    runner = SlowRunner(limits)
     if pages:
         limits = dataclasses.replace(LIMITS, n_host_pages=64, page_move_s=1e-5)
-    runner = SharedPagesRunner(limits, Path(pages)) if pages else SlowRunner(limits)
+        runner = SharedPagesRunner(limits, Path(pages), config.cache.kv_transfer_key)
+        facts = {"kv_transfer_address": runner.kv_transfer_address}
     orders = config.model.model
     if orders:
         runner.slow = Path(orders) / f"slow.{os.getpid()}"
     engine = Engine(Scheduler(limits, config, guides=kit.guides()), runner, weights="w1")
-    return engine, {
+    return engine, facts | {
         "weights": engine.weights,
         "max_model_len": 512,
         "vocab_size": kit.VOCAB,

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import random
 import signal
-import statistics
 import sys
 import time
 import uuid
@@ -31,6 +30,7 @@ from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.on_ray import RayReplicas
 from jserve.fleet.router import POLICIES
+from jserve.types import Output, Request
 from tests.engine.test_resume import any_request
 from tests.fleet.fakes import OPTIONS
 from tests.fleet.test_face import World, all_told, answers, begun, requests, undisturbed, until
@@ -452,22 +452,41 @@ async def test_d11_ten_times_what_fits(drill):
     assert min(shares) > 0
 
 
-async def test_what_a_first_token_costs_more_than_in_one_process(drill):
-    """Idle, one request at a time: the hops of Ray and of Serve."""
+async def test_d11_more_than_may_wait(ray_cluster):
+    """Replicas refuse: every request has one end, its answer or when to ask again."""
+    config = EngineConfig.of(**OPTIONS, replicas=2, max_waiting=20)
+    fleet = FleetEngine(RayReplicas(config, "tests.fleet.fakes:build", app="crowded"))
+    asked = requests(200)
+    whole = await undisturbed(asked)
+    try:
+        await fleet.start()
+        found = await asyncio.wait_for(asyncio.gather(*(ends(fleet, one) for one in asked)), 120.0)
+        n_refused = 0
+        for one, alone, (answer, last) in zip(asked, whole, found, strict=True):
+            assert [out.index for out in last] == [*range(one.params.n)], "one end of each choice"
+            if last[0].error is None:
+                assert answer == alone[0]
+                continue
+            n_refused += 1
+            assert {out.error_code for out in last} == {"overloaded"}
+            assert all(1.0 <= (out.retry_after or 0.0) <= 60.0 for out in last)
+            assert not any(answer)
+        print(f"D11: refused {n_refused}, asked another {fleet.counters['moved']}")
+        assert 0 < n_refused < len(asked)
+        assert fleet.counters["moved"] > 0
+        assert not fleet._placement._refusals
+    finally:
+        await fleet.close()
 
-    async def first_ms(face: Any) -> float:
-        times = []
-        for one in requests(30, 2):
-            asked = dataclasses.replace(one, id=uuid.uuid4().hex)
-            began = time.perf_counter()
-            async for _ in face.generate(asked):
-                times.append(1e3 * (time.perf_counter() - began))
-                break
-        return statistics.median(times)
 
-    async with World(1) as alone:
-        print(f"first token: {await first_ms(alone.fleet):.1f} ms in one process")
-    print(f"first token: {await first_ms(drill.fleet):.1f} ms over Ray Serve")
+async def ends(fleet: FleetEngine, request: Request) -> tuple[list[list[int]], list[Output]]:
+    """(ids by choice, last output of each choice) as a client is told."""
+    request = dataclasses.replace(request, id=uuid.uuid4().hex)
+    outputs = [out async for out in fleet.generate(request)]
+    n = range(request.params.n)
+    ids = [[t for out in outputs if out.index == i for t in out.token_ids] for i in n]
+    last = sorted((out for out in outputs if out.finish is not None), key=lambda out: out.index)
+    return ids, last
 
 
 async def test_a_replica_of_the_shipped_model_is_killed(drill):

@@ -11,19 +11,23 @@ import sys
 import time
 import uuid
 
+import numpy as np
 import pytest
 
 from jserve.build import serving_engine
 from jserve.config import EngineConfig
 from jserve.engine.wire import Control, HandleCommand, Outputs
 from jserve.errors import BadRequest, CacheNotFound, ConfigError, EngineDead, JserveError
+from jserve.fleet.asking import front_kv_name
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.link import Endpoint, FrontClient
-from jserve.fleet.member import OVERDUE_S
+from jserve.fleet.member import OVERDUE_S, Member
+from jserve.fleet.router import POLICIES
+from jserve.fleet.suspicion import REST_S
 from jserve.llm import LLM
 from jserve.outputs import PartialOutput, RequestOutput
 from jserve.sampling import SamplingParams
-from jserve.types import Finish, Output, Request
+from jserve.types import Finish, Lane, Output, Request
 from tests.engine.test_resume import any_request
 from tests.fleet import fakes
 from tests.fleet.fakes import ThreadSource
@@ -222,6 +226,26 @@ async def test_with_no_replica_left_requests_wait_for_the_next():
         assert await asyncio.wait_for(running, 10.0) == whole
 
 
+@pytest.mark.parametrize("ago_s", [None, 0.2])
+async def test_a_deadline_holds_wherever_a_request_goes_on(ago_s):
+    """Its replica is killed, and the next one too: the time is that since it arrived."""
+    async with World(3) as world:
+        fleet, source = world.fleet, world.source
+        began = time.monotonic()
+        (asked,) = requests(1, 460)
+        arrival = 0.0 if ago_s is None else began - ago_s
+        asked = dataclasses.replace(asked, deadline_ms=1400.0, arrival=arrival)
+        running = asyncio.ensure_future(told(fleet, asked))
+        for _ in range(2):
+            await asyncio.sleep(0.4)
+            source.kill(next(one.name for one in fleet.members if one.n_open))
+        output = await asyncio.wait_for(running, 5.0)
+        assert output.outputs[0].finish_reason.startswith("deadline_exceeded")
+        took = time.monotonic() - began + (ago_s or 0.0)
+        assert 1.35 < took < 1.75, "begun anew it would be 2.2"
+        assert fleet.counters["resumed"] == 2
+
+
 async def test_one_that_is_moved_again_and_again_is_not_blamed():
     """Scale-down after scale-down while a request waits in the queue: nothing speaks against it."""
     async with World(3) as world:
@@ -326,6 +350,63 @@ async def test_pages_of_long_texts_are_known_by_the_names_that_replicas_give(mon
         assert seen[1].pages != seen[0].pages, "the same prompt, which has other KV"
 
 
+async def test_pages_of_steered_prompts_are_found_where_they_are_and_nowhere_else(monkeypatch):
+    """What a step feature makes of a prompt is other KV: only the engine can name it as it does."""
+    kv_names = {"steer": lambda asked, n: f"{asked}"}
+    features = fakes.LIMITS.features | {"steer": lambda asked: None}
+    limits = dataclasses.replace(fakes.LIMITS, features=features, kv_names=kv_names)
+    monkeypatch.setattr(fakes, "LIMITS", limits)
+    (plain,) = requests(1, 2)
+
+    def steered(strength: float) -> Request:
+        params = dataclasses.replace(plain.params, extra_args={"steer": ["calm", strength]})
+        return dataclasses.replace(plain, params=params)
+
+    async with World(2) as world:
+        fleet, choices, found = world.fleet, [], []
+        choose = fleet._router.choose
+        monkeypatch.setattr(
+            fleet._router, "choose", lambda asked: (choices.append(choose(asked)), choices[-1])[1]
+        )
+        for asked in [plain, steered(1.0), steered(1.0), steered(2.0), plain]:
+            one = dataclasses.replace(asked, id=uuid.uuid4().hex)
+            outputs = [out async for out in fleet.generate(one)]
+            found.append(outputs[0].n_cached)
+            await until(lambda: not fleet._placement.sent._sent)
+            await asyncio.sleep(0.1)
+        assert found == [0, 0, 32, 0, 32]
+        assert [one.n_cached for one in choices] == [0, 0, 0, 0, 32], "no page is taken for another"
+        assert choices[1].replica == choices[2].replica
+        # While it is at a replica, what was sent there is known by the front's own name.
+        running = asyncio.ensure_future(answers(fleet, [steered(3.0)] * 3))
+        await asyncio.wait_for(running, 5.0)
+        assert 32 in [one.n_cached for one in choices[-3:]]
+
+
+def test_a_front_names_what_features_are_asked():
+    def name(n_prompt: int = 40, features: tuple[str, ...] = ("steer", "bend"), **asked) -> str:
+        params = SamplingParams(extra_args=asked)
+        request = Request(id="a", prompt_ids=(1,) * n_prompt, params=params)
+        return front_kv_name(request, features)
+
+    vector = np.arange(2000, dtype=np.float32)
+    changed = vector.copy()
+    changed[1000] = 0.0
+    names = [
+        name(steer=[1.0]),
+        name(steer=[2.0]),
+        name(bend=[1.0]),
+        name(steer=[1.0], bend=[1.0]),
+        name(41, steer=[1.0]),
+        name(steer=vector),
+        name(steer=changed),
+    ]
+    assert len(set(names)) == len(names)
+    assert name(steer=vector) == name(steer=vector.copy(), echo=1)
+    assert name(bend=[1.0], steer=[1.0]) == name(steer=[1.0], bend=[1.0])
+    assert name(echo=1) == name(features=(), steer=[1.0]) == name(steer=object()) == ""
+
+
 async def test_a_pause_of_the_front_is_no_replicas_fault():
     """What replicas said meanwhile is heard late."""
     async with World(2) as world:
@@ -370,6 +451,54 @@ async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
         assert (fleet.counters["moved"], free.n_requests) == (1, 1)
 
 
+@pytest.mark.parametrize("code", ["overloaded", "deadline_unreachable"])
+async def test_who_is_refused_by_all_is_told_the_least_wait(code):
+    async with World(3) as world:
+        fleet, refused = world.fleet, []
+        for one in fleet.members:
+            world.source.hold(one.name, True)
+        (asked,) = requests(1, 4)
+
+        async def told() -> Output:
+            outputs = [out async for out in fleet.generate(asked)]
+            assert len(outputs) == 1
+            return outputs[0]
+
+        running = asyncio.ensure_future(told())
+        for attempt, wait_s in enumerate([7.0, 3.0, 9.0]):
+            await until(lambda: any(one.n_open for one in fleet.members))
+            (busy,) = (one for one in fleet.members if one.n_open)
+            refused.append(busy.name)
+            refusal = Output(
+                request_id=asked.id,
+                index=0,
+                finish=Finish.ERROR,
+                error=f"try again in {wait_s:.0f} s",
+                error_code=code,
+                retry_after=wait_s,
+                attempt=attempt,
+            )
+            fleet.received(busy, Outputs(step=0, outputs=[refusal]))
+        end = await asyncio.wait_for(running, 5.0)
+        assert sorted(refused) == sorted(one.name for one in fleet.members)
+        assert (end.retry_after, end.error, end.error_code) == (3.0, "try again in 3 s", code)
+        assert not fleet._placement._refusals
+        for one in fleet.members:
+            world.source.hold(one.name, False)
+
+
+def put_out(fleet: FleetEngine, monkeypatch) -> Member:
+    """The first replica, which is put out as slow and has rested."""
+    slow = fleet.members[0]
+    record = fleet.suspicion.records[slow.name]
+    monkeypatch.setattr(fleet.suspicion, "look", lambda now: [])
+    fleet.suspicion._put_out(record, time.monotonic())
+    fleet._out(slow, silent=False)
+    record.factor, record.rests_until = 4.0, 0.0
+    fleet._weigh(slow)
+    return slow
+
+
 async def test_a_slow_replica_gives_up_as_much_as_may_be_moved_and_comes_back(monkeypatch):
     """The ways of ``suspicion`` in a fleet: put out, tried, trusted again."""
     async with World(2) as world:
@@ -380,20 +509,107 @@ async def test_a_slow_replica_gives_up_as_much_as_may_be_moved_and_comes_back(mo
         running = asyncio.ensure_future(answers(fleet, asked))
         await until(lambda: slow.n_open > 0)
         n = slow.n_open
-        record = fleet.suspicion.records[slow.name]
-        monkeypatch.setattr(fleet.suspicion, "look", lambda now: [])
-        fleet.suspicion._put_out(record, time.monotonic())
-        fleet._out(slow, silent=False)
+        put_out(fleet, monkeypatch)
+        fleet.suspicion.records[slow.name].rests_until = time.monotonic() + 99.0
         assert (slow.n_open, fleet.counters["moved"]) == (0, n)
         assert await running == whole
         before = slow.n_requests
         assert await answers(fleet, asked) == whole
         assert slow.n_requests == before, "it is out"
-        record.rests_until = 0.0
+        fleet.suspicion.records[slow.name].rests_until = 0.0
         assert await answers(fleet, asked) == whole
         assert slow.n_requests == before + 1, "it is tried with one at a time"
         assert await answers(fleet, asked[:1]) == whole[:1]
-        assert not fleet.suspicion.records[slow.name].out
+        await until(lambda: not fleet.suspicion.records[slow.name].out)
+        assert not slow.streams
+        assert not fleet._placement.probes._probes
+
+
+async def back(fleet: FleetEngine, slow: Member, n_prompt: int = 40) -> None:
+    """Ask until ``slow`` is trusted again."""
+    rest_s = fleet.suspicion.records[slow.name].rest_s
+    for i in range(4):
+        ids = tuple((7 * i + j) % 250 for j in range(n_prompt))
+        asked = Request(id="new", prompt_ids=ids, params=SamplingParams(max_tokens=2))
+        await answers(fleet, [asked] * 3)
+        await until(lambda: not fleet._placement.probes._probes)
+        record = fleet.suspicion.records[slow.name]
+        if not record.out:
+            return
+        assert record.rest_s == rest_s, "a probe of a healthy replica was a bad one"
+    raise AssertionError("it never comes back")
+
+
+async def test_one_with_long_steps_comes_back(monkeypatch):
+    """A first token takes four steps of 50 ms; that is its price, and no sign of slowness."""
+    monkeypatch.setattr(fakes.SlowRunner, "slow", 0.05 / fakes.STEP_S)
+    async with World(2) as world:
+        fleet = world.fleet
+        monkeypatch.setattr(fleet._router, "_policy", POLICIES["round_robin"])
+        for i in range(3):  # what steps cost is learned
+            learned = [dataclasses.replace(one, prompt_ids=(i,) * 200) for one in requests(2, 4)]
+            await answers(fleet, learned)
+        await back(fleet, put_out(fleet, monkeypatch), n_prompt=200)
+
+
+@pytest.mark.parametrize("own", [{"lane": Lane.INTERACTIVE}, {"ttft_deadline_ms": 5000.0}])
+async def test_one_comes_back_whatever_the_traffic_is(monkeypatch, own):
+    """No client in a hurry waits for it: what tries it is nobody's."""
+    asked = [dataclasses.replace(one, **own) for one in requests(3, 8)]
+    whole = await undisturbed(asked)
+    async with World(2) as world:
+        fleet = world.fleet
+        await answers(fleet, asked)
+        slow = put_out(fleet, monkeypatch)
+        world.source.hold(slow.name, True)
+        assert await asyncio.wait_for(answers(fleet, asked), 5.0) == whole
+        world.source.hold(slow.name, False)
+        await until(lambda: not slow.silent and not fleet._placement.probes._probes)
+        fleet.suspicion.records[slow.name].rests_until = 0.0
+        fleet.suspicion.records[slow.name].rest_s = REST_S
+        await back(fleet, slow)
+
+
+async def test_a_probe_that_gets_no_answer_is_tried_again(monkeypatch):
+    """Its replica falls silent, then refuses."""
+    asked = requests(3, 4)
+    async with World(2) as world:
+        fleet, source = world.fleet, world.source
+        await answers(fleet, asked)
+        slow = put_out(fleet, monkeypatch)
+        source.hold(slow.name, True)
+        await answers(fleet, asked[:1])
+        assert fleet.suspicion.records[slow.name].probe is not None
+        await until(lambda: slow.silent)
+        assert fleet.suspicion.records[slow.name].probe is None
+        source.hold(slow.name, False)
+        await until(lambda: not slow.silent)
+        source.hold(slow.name, True)
+        await answers(fleet, asked[:1])
+        (id,) = fleet._placement.probes._probes
+        refusal = Output(
+            request_id=id, index=0, finish=Finish.ERROR, error="full", error_code="overloaded"
+        )
+        fleet.received(slow, Outputs(step=slow.stats.step, outputs=[refusal]))
+        assert fleet.suspicion.records[slow.name].probe is None
+        source.hold(slow.name, False)
+        await back(fleet, slow)
+
+
+async def test_one_that_cannot_be_tried_keeps_no_other_from_it(monkeypatch):
+    async with World(7) as world:
+        fleet, source = world.fleet, world.source
+        asked = requests(7, 4)
+        await answers(fleet, asked)
+        put_out(fleet, monkeypatch)
+        silent, slow, *_ = fleet.members
+        fleet.suspicion._put_out(fleet.suspicion.records[slow.name], 0.0)
+        fleet._weigh(slow)
+        silent.silent = True
+        source.hold(silent.name, True)
+        await back(fleet, slow)
+        assert fleet.suspicion.records[silent.name].out
+        source.hold(silent.name, False)
 
 
 async def test_who_is_degraded_gets_nothing_while_others_are_fit(monkeypatch):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from jserve.config import EngineConfig
-from jserve.engine.wire import Fault, Gone, Message, Ready, Stats
+from jserve.engine.wire import Fault, Gone, Message, Outputs, Ready, Stats
 from jserve.errors import EngineDead
 from jserve.fleet.host import EngineHost
 from jserve.fleet.link import FrontClient
+from jserve.ports import Clock
+from jserve.sampling import SamplingParams
 from tests.fleet.fakes import OPTIONS
 from tests.fleet.test_face import requests, until
 
@@ -27,9 +31,9 @@ async def hosted(end: Callable[[int], None] = lambda code: None) -> EngineHost:
 class Front:
     """One front, and what it was told."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, clock: Clock = time.monotonic) -> None:
         self.told: list[Message] = []
-        self.client = FrontClient(lambda: host.endpoint("r"))
+        self.client = FrontClient(lambda: host.endpoint("r"), clock=clock)
         self.client.start(self.told.append)
 
     async def ready(self) -> Front:
@@ -78,6 +82,35 @@ async def test_a_front_that_comes_later_is_told_of_all_pages_and_counts_its_own_
         assert (host._stats.view.n_taken, stats.view.n_taken) == (1, 0)
         await until(lambda: first.stats[-1].view.n_taken == 1)
         await asyncio.gather(first.close(), later.close())
+    finally:
+        await asyncio.to_thread(host._client.close)
+
+
+@pytest.mark.parametrize("shift_s", [-1e4, 0.0, 1e4])
+async def test_deadlines_hold_whatever_the_front_takes_for_now(shift_s):
+    """Clocks of machines differ: what has its time left is answered, what arrived long ago ends when it has to."""
+
+    def clock() -> float:
+        return time.monotonic() + shift_s
+
+    def ends(front: Front) -> dict[str, str | None]:
+        outputs = [out for one in front.told if isinstance(one, Outputs) for out in one.outputs]
+        return {out.request_id: out.error_code for out in outputs if out.finish is not None}
+
+    host = await hosted()
+    try:
+        front = await Front(host, clock).ready()
+        asked = dataclasses.replace(requests(1, 400)[0], deadline_ms=60_000.0)
+        short = dataclasses.replace(asked, params=SamplingParams(max_tokens=2))
+        front.client.submit(dataclasses.replace(short, id="new", arrival=clock()))
+        front.client.submit(dataclasses.replace(asked, id="old", arrival=clock() - 59.5))
+        front.client.submit(dataclasses.replace(short, id="unknown"))
+        cached = dataclasses.replace(short, cache="doc", params=SamplingParams(max_tokens=0))
+        front.client.create(dataclasses.replace(cached, id="made", arrival=clock()), 60.0)
+        await until(lambda: len(ends(front)) == 4)
+        fine: dict[str, str | None] = dict.fromkeys(["new", "unknown", "made"])
+        assert ends(front) == fine | {"old": "deadline_exceeded"}
+        await front.close()
     finally:
         await asyncio.to_thread(host._client.close)
 

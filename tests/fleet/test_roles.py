@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import random
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +25,9 @@ from jserve.fleet.roles import DECODE, lacking, parse_roles, prefill_at
 from jserve.fleet.route import PREFILL, ReplicaChoice, route
 from jserve.fleet.shared_pages import with_shared_pages
 from jserve.llm import LLM
+from jserve.runner import kv_transfer
 from jserve.runner.disk import DiskStore
+from jserve.runner.kv_transfer import KVTransferClients
 from jserve.types import Request
 from tests.engine.test_resume import any_request
 from tests.fleet import fakes
@@ -170,17 +175,22 @@ def apart(monkeypatch):
     def always(asked, candidates, pages):
         helpers = [i for i, one in enumerate(candidates) if one.role == PREFILL and one.view.ready]
         route(asked, candidates, pages)
-        return ReplicaChoice(replica=helpers[0], n_cached=0) if helpers and asked.pages else None
+        return (
+            ReplicaChoice(replica=helpers[0], n_cached=0, first_s=0.0, cost_s=0.0)
+            if helpers and asked.pages
+            else None
+        )
 
     monkeypatch.setattr(routing, "prefill_at", always)
 
 
 class World:
-    """Replicas with roles that share ``directory``."""
+    """Replicas with roles that share ``directory``; with ``key`` each has its part of it, and pages travel over TCP."""
 
-    def __init__(self, directory: Path, roles: str = "prefill=1,decode=2") -> None:
+    def __init__(self, directory: Path, roles: str = "prefill=1,decode=2", key: str = "") -> None:
         wanted = parse_roles(roles, 3)
-        self.source = ThreadSource(3, disk_dir=str(directory), host_memory_gb=1.0)
+        options = {"disk_dir": str(directory), "host_memory_gb": 1.0, "kv_transfer_key": key}
+        self.source = ThreadSource(3, **options)
         self.fleet = FleetEngine(self.source, roles=wanted)
 
     async def __aenter__(self):
@@ -276,6 +286,82 @@ async def test_d5_a_page_with_a_flipped_bit(tmp_path, apart, n_broken, monkeypat
         assert await answers(world.fleet, asked) == whole
         assert broken == n_broken
         assert world.fleet.counters["remote_prefills"] == 6
+
+
+class FlippingProxy:
+    """In front of a server: every ``every``-th piece that it sends (or with ``asks`` is sent) has one bit flipped."""
+
+    def __init__(self, server: str, every: int, *, asks: bool) -> None:
+        self._server, self._every, self._asks = server, every, asks
+        self._rng, self.n_flipped, self._n = random.Random(every), 0, 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._socket.accept()
+                host, _, port = self._server.rpartition(":")
+                server = socket.create_connection((host, int(port)))
+                for ends in ((client, server, self._asks), (server, client, not self._asks)):
+                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, flips: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                self._n += flips
+                if flips and self._n % self._every == 0:
+                    data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+                    self.n_flipped += 1
+                target.sendall(data)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize("flips", [None, "pages", "asks"])
+async def test_pages_over_tcp_are_the_pages_or_computed_again(tmp_path, apart, monkeypatch, flips):
+    """Nobody reads a page of another name, whichever bit is flipped between the two."""
+    proxies: list[FlippingProxy] = []
+    sent: dict[bytes, set[bytes]] = {}
+    got: list[tuple[bytes, bytes | None]] = []
+    put, get = DiskStore.put, KVTransferClients.get
+
+    def proxied(address: str) -> str:
+        proxies.append(FlippingProxy(address, 3, asks=flips == "asks"))
+        return proxies[-1].address
+
+    def noted_put(self, digest: bytes, page: bytes) -> None:
+        sent.setdefault(digest, set()).add(page)
+        put(self, digest, page)
+
+    def noted_get(self, address: str, digest: bytes) -> bytes | None:
+        got.append((digest, get(self, address, digest)))
+        return got[-1][1]
+
+    monkeypatch.setattr(DiskStore, "put", noted_put)
+    monkeypatch.setattr(KVTransferClients, "get", noted_get)
+    monkeypatch.setattr(kv_transfer, "RETRY_S", 0.0)
+    monkeypatch.setattr(kv_transfer, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(fakes.SharedPagesRunner, "made", [])
+    if flips is not None:
+        monkeypatch.setattr(fakes.SharedPagesRunner, "reached_at", staticmethod(proxied))
+    asked = requests(12)
+    whole = await undisturbed(asked)
+    async with World(tmp_path, key="key") as world:
+        assert await asyncio.wait_for(answers(world.fleet, asked), 30.0) == whole
+        assert world.fleet.counters["remote_prefills"] == len(asked)
+        spills = [runner.spill for runner in fakes.SharedPagesRunner.made]
+        pages = [page for _, page in got]
+        assert sum(spill.n_received for spill in spills) == len(pages) - pages.count(None) > 0
+        assert all(page is None or page in sent[digest] for digest, page in got)
+    for proxy in proxies:
+        proxy.close()
+    assert (pages.count(None) > 0) == (flips is not None) == any(p.n_flipped for p in proxies)
 
 
 @pytest.mark.parametrize("when", ["before it begins", "while it computes"])

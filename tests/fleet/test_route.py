@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 
 from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
-from jserve.fleet.pages import PageIndex, digests_of
+from jserve.fleet import pages
+from jserve.fleet.pages import PageIndex, PageNames, digests_of
 from jserve.fleet.roles import DECODE
 from jserve.fleet.route import PREFILL, SLACK, Asked, Candidate, route
 from jserve.fleet.router import POLICIES, ReplicaRouter
@@ -135,8 +136,12 @@ def test_the_price_in_seconds_by_hand():
     choice = route(asked(), [one], index([5]))
     new = 140 - 5 * PAGE
     assert choice.n_cached == 80
-    assert choice.first_s == pytest.approx(2 * (0.1 + 0.5 + new * 1e-3))
-    assert choice.cost_s == pytest.approx(choice.first_s + 2 * 5 * (new * 1e-3 + 20 * 1e-4))
+    assert choice.first_s == pytest.approx(0.1 + 0.5 + new * 1e-3)
+    assert choice.cost_s == pytest.approx(2 * (choice.first_s + 5 * (new * 1e-3 + 20 * 1e-4)))
+    one.view = msgspec.structs.replace(one.view, step_s=0.09, chunk=40.0)  # 0.05 without a prompt
+    in_steps = route(asked(), [one], index([5]))
+    assert in_steps.first_s == pytest.approx(choice.first_s + 2 * 0.05)
+    assert in_steps.cost_s == choice.cost_s
 
 
 def test_what_is_evicted_and_computed_again_counts():
@@ -399,3 +404,30 @@ def test_names_of_pages_depend_on_the_root_and_all_tokens_before():
     changed = digests_of(("t", "", None), [9, *tokens[1:]], PAGE)
     assert not {*one} & {*other}
     assert not {*one} & {*changed}
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from([1, 16, 100, 256, 300]), st.integers(1, 9))
+def test_names_that_are_remembered_are_the_names(seed, page_size, most):
+    """Prompts of few stems, cut anywhere, under two roots; few blocks are kept."""
+    rng = random.Random(seed)
+    names = PageNames(most)
+    stems = [[rng.randrange(9) for _ in range(1300)] for _ in range(2)]
+    for _ in range(20):
+        n = rng.choice([0, 1, 255, 256, 257, 512, 513, rng.randrange(1300)])
+        prompt = (*rng.choice(stems)[:n], *rng.choices(range(9), k=rng.randrange(3)))
+        key = (rng.choice("tu"), "", None)
+        assert names.of(key, prompt, page_size) == digests_of(key, prompt, page_size)
+        assert len(names._known) <= most
+
+
+def test_a_known_beginning_is_not_digested_again(monkeypatch):
+    names, digested = PageNames(), []
+    digest_after = pages.digest_after
+    monkeypatch.setattr(
+        pages, "digest_after", lambda d, page: (digested.append(1), digest_after(d, page))[1]
+    )
+    stem = list(range(1024))
+    for tail, n in (([1], 64), ([2] * 40, 2), ([1], 0)):
+        digested.clear()
+        assert len(names.of(("t", "", None), stem + tail, 16)) == 64 + len(tail) // 16
+        assert len(digested) == n

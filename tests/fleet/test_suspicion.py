@@ -87,16 +87,16 @@ def test_the_way_back():
     now = 0.0
     for k in range(1, 4):
         window(made, now := k * WINDOW_S, b=4.0)
-    assert made.due(now + REST_S - 0.1) is None
+    assert made.due(now + REST_S - 0.1) == []
     now += REST_S
     for k in range(PROBES):
-        assert made.due(now) == "b"
+        assert made.due(now) == ["b"]
         made.probe("b", f"probe-{k}")
-        assert made.due(now) is None, "one request at a time"
+        assert made.due(now) == [], "one request at a time"
         made.probed("b", "another", 9.0, now)  # not the one that it is tried with
         made.probed("b", f"probe-{k}", 1.1, now)
     assert not made.records["b"].out
-    assert made.due(now) is None
+    assert made.due(now) == []
 
 
 def test_a_bad_probe_doubles_the_rest_and_one_that_nobody_saw_end_is_none():
@@ -107,14 +107,37 @@ def test_a_bad_probe_doubles_the_rest_and_one_that_nobody_saw_end_is_none():
     rest_s = REST_S
     for _ in range(6):
         now += rest_s
-        assert made.due(now - 0.01) is None
+        assert made.due(now - 0.01) == []
         made.probe("b", "p")
-        made.probed("b", "p", None, now)
-        assert made.due(now) == "b"
+        made.release("b", "another")
+        assert made.due(now) == []
+        made.release("b", "p")
+        assert made.due(now) == ["b"]
         made.probe("b", "q")
         made.probed("b", "q", SUSPECT, now)
         rest_s = min(2 * rest_s, MAX_REST_S)
     assert made.records["b"].out
+
+
+def test_a_probe_is_measured_against_the_fleet():
+    """Where first tokens take twice their prices everywhere, one that does so too is trusted again."""
+    made = fleet(3)
+    for k in range(1, 4):
+        window(made, now := k * WINDOW_S, a=2.0, b=8.0, c=2.0)
+    assert made.due(now + REST_S) == ["b"]
+    for k in range(PROBES):
+        made.probe("b", f"probe-{k}")
+        made.probed("b", f"probe-{k}", 2.5, now + REST_S)
+    assert not made.records["b"].out
+
+
+def test_all_that_have_rested_are_due():
+    made = fleet(7)
+    for k in range(1, 4):
+        window(made, now := k * WINDOW_S, b=4.0, c=5.0)
+    assert made.due(now + REST_S) == ["b", "c"]
+    made.probe("b", "p")
+    assert made.due(now + REST_S) == ["c"]
 
 
 def test_one_that_left_is_forgotten():

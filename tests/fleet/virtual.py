@@ -98,7 +98,8 @@ class VirtualClient:
         return self._task is not None
 
     def start(self, on_message: Callable[[Message], None]) -> None:
-        self.info = {"weights": "w", "page_size": self._page_size, "short_context": 0}
+        names = {"page_size": self._page_size, "short_context": 0, "kv_features": []}
+        self.info = {"weights": "w", **names}
         on_message(Ready(info=self.info))
         on_message(self.engine.stats())
         self._on_message = on_message

@@ -49,7 +49,11 @@ def apart(monkeypatch):
     def always(asked, candidates, pages):
         [helper] = [i for i, one in enumerate(candidates) if one.role == PREFILL]
         route(asked, candidates, pages)
-        return ReplicaChoice(replica=helper, n_cached=0) if asked.pages else None
+        return (
+            ReplicaChoice(replica=helper, n_cached=0, first_s=0.0, cost_s=0.0)
+            if asked.pages
+            else None
+        )
 
     monkeypatch.setattr(router, "prefill_at", always)
 
