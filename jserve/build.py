@@ -322,6 +322,14 @@ def _runner(config: EngineConfig, progress: Progress, params: Any, mesh: Any) ->
     return runner, {"model": served_names(config, source)[0], **facts}
 
 
+def native_kernels() -> str:
+    """The native kernels that serve bfloat16 on this machine's CPU, or why there are none."""
+    from jserve.model.native import available
+
+    level, reason = available("cpu", "bfloat16")
+    return f"native, level {level}" if level else f"none: {reason}"
+
+
 def cache_directory(given: str) -> Path:
     """The directory of compiled programs: "auto" is the user's cache."""
     return Path.home() / ".cache" / "jserve" / "programs" if given == "auto" else Path(given)

@@ -283,20 +283,14 @@ def build_native(cc: str) -> str:
         raise ConfigError(f"native: {e}", field="native") from None
 
 
-def _kernels() -> str:
-    """The native kernels that serve bfloat16 on this CPU, or why there are none."""
-    from jserve.model.native import available
-
-    level, reason = available("cpu", "bfloat16")
-    return f"native, level {level}" if level else f"none: {reason}"
-
-
 def environment() -> dict[str, Any]:
     """Versions, devices and directories."""
     import importlib.metadata
     import platform
 
     import jax
+
+    from jserve.build import native_kernels
 
     facts: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     for name in ("jserve", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "aiohttp"):
@@ -306,6 +300,6 @@ def environment() -> dict[str, Any]:
             facts[name] = "not installed"
     facts["backend"] = jax.default_backend()
     facts["devices"] = ", ".join(str(d) for d in jax.devices())
-    facts["kernels"] = _kernels()
+    facts["kernels"] = native_kernels()
     facts["compile cache"] = str(cache_directory("auto"))
     return facts

@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "plugins": set(),
     "serve_commands": {"build", "progress", "api", "engine", "quality"},
-    "commands": {"build", "plugins", "progress", "weights", "sim", "sizing", "native", "model.native"},
+    "commands": {"build", "plugins", "progress", "weights", "sim", "sizing", "native"},
     "quant_commands": {"build", "progress", "quality", "weights"},
     "shard_commands": {"build", "shard_live", "progress", "sim", "sizing", "xla"},
     "shard_live": {"build", "serve_commands", "progress", "sim", "sizing", "xla"},
