@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jserve.build import cache_directory, engine
+from jserve.build import cache_directory, engine, native_kernels
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.progress import progress_bar, start_progress
@@ -289,8 +289,6 @@ def environment() -> dict[str, Any]:
     import platform
 
     import jax
-
-    from jserve.build import native_kernels
 
     facts: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     for name in ("jserve", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "aiohttp"):
