@@ -7,6 +7,7 @@ answers nobody; only its end can be noticed, by whoever restarts it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -76,8 +77,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            # Its own thread needs no interpreter; each look puts the end off.
-            stacks = self._stacks or sys.stderr
-            faulthandler.dump_traceback_later(self.limit_s + GRACE_S, exit=True, file=stacks)
+            self._put_off()
             time.sleep(min(LOOKS_S, self.limit_s / 10))
             self.look()
+
+    def _put_off(self) -> None:
+        """The end by ``faulthandler``, whose thread needs no interpreter: not while nothing is done, nor where stderr
+        is no file."""
+        if self._now is None:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stacks = self._stacks or sys.stderr
+            faulthandler.dump_traceback_later(self.limit_s + GRACE_S, exit=True, file=stacks)

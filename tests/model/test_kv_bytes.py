@@ -273,12 +273,13 @@ def test_a_rotation_that_nothing_asks_for_is_refused(form: str, n: int) -> None:
 
 def test_the_backends_without_them_are_refused_by_name() -> None:
     from jserve.model import attn_hopper, attn_native
+    from jserve.model.arch import Attention
     from jserve.model.attention import KVStored
 
     kept = KVStored(kv_bytes.BYTES, "int4_per_token_head", 64)
     for check in (attn_hopper.check, attn_native.check):
         with pytest.raises(ConfigError, match="int"):
-            check(128, kept, ())
+            check(Attention(N=8, K=8, H=128), kept, ())
 
 
 def test_bytes_of_a_page_have_the_scales_in_them() -> None:

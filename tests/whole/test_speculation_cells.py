@@ -40,7 +40,6 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 """Options of a way, and what ``Watching`` must have counted."""
 QUICK = {
     ("medusa", TREE, "all at once"),
-    ("lookup", (), "all at once"),
     ("ngram", (), "preempted"),
     ("suffix", (), "cached"),
 }

@@ -43,11 +43,6 @@ HOST = ("ngram", "suffix", "corpus", "grammar", "synthetic")
 ALONE = {"synthetic": ("bias", "allowed", "mask"), "grammar": ("mask",)}
 """Settings that a proposer refuses, or has a mask of its own in place of."""
 NAMES = {CHAIN: "chain", TREE: "tree"}
-QUICK = {
-    ("medusa", TREE, "penalties"),
-    ("ngram", "seeds"),
-}
-"""What the default tier runs; the rest is nightly."""
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +56,6 @@ def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
         pytest.param(
             *kind, setting,
             id="-".join([NAMES.get(p, p) for p in kind] + [setting]),
-            marks=() if (*kind, setting) in QUICK else pytest.mark.slow,
         )
         for kind in kinds
         for setting in SETTINGS
@@ -69,6 +63,7 @@ def cases(kinds: list[tuple[Any, ...]]) -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parents", "setting"), cases(DEVICE))
 def test_drafts_of_the_device_leave_the_targets_chances(name, parents, setting):
     how = SETTINGS[setting]
@@ -78,6 +73,7 @@ def test_drafts_of_the_device_leave_the_targets_chances(name, parents, setting):
     assert p_value(drawn, chances(how)) > P_MIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), cases([(name,) for name in HOST]))
 def test_drafts_of_the_host_leave_the_targets_chances(name, setting):
     how = SETTINGS[setting]

@@ -403,9 +403,9 @@ def test_without_a_drafter_nothing_of_one_is_in_the_step():
 
 
 def test_what_a_backend_cannot_serve_is_refused_before_anything_is_traced():
-    def no_trees(H, stored, trees):
+    def no_trees(layer, stored, trees):
         if trees:
-            raise ConfigError(f"heads of {H} in {stored.dtype}", field="speculative.tree")
+            raise ConfigError(f"heads of {layer.H} in {stored.dtype}", field="speculative.tree")
 
     model = drafting("eagle3", TREE).model
     model = replace(model, backend=replace(model.backend, check=no_trees))
