@@ -394,6 +394,7 @@ def test_same_logits_and_tokens_as_transformers(case: str, attn: str) -> None:
     check(case, attn, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ALWAYS)
 def test_capped_scores_and_sink_logits_as_in_transformers(case: str) -> None:
     check(case, "xla", 64)
