@@ -160,7 +160,7 @@ def with_attention(
             break
         # Where attention fails the experts' kernel may still be right.
         name = "dense_experts" if name == "hopper" and experts is not None else "dense"
-        reason = reason or fault
+        reason = "; ".join(filter(None, (reason, fault)))
     if name != "hopper":
         log.warning("attention is dense on %s; not hopper: %s", device.device_kind, reason)
     options = dataclasses.replace(config.device, attention_backend=name)

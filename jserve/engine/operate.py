@@ -86,14 +86,21 @@ def _info(engine: Engine) -> dict[str, Any]:
 
 def _pause(engine: Engine, command: Control) -> dict[str, Any] | None:
     mode = _one_of("running", command.running or "abort", PAUSES)
+    if not _begins(engine, command, mode):
+        return None
+    _paused(engine, mode)
+    return _info(engine)
+
+
+def _begins(engine: Engine, command: Control, mode: str) -> bool:
+    """Do to running requests what ``mode`` says. False: ``command`` waits until they have ended (``settle``)."""
     if mode == "finish":
         engine.hold.wait(command)
-        return None
+        return False
     engine.hold.refuse_pending()
     if mode == "abort":
         engine.abort_all()
-    _paused(engine, mode)
-    return _info(engine)
+    return True
 
 
 def _paused(engine: Engine, mode: str) -> None:
@@ -186,12 +193,8 @@ def _sleep(engine: Engine, command: Control) -> dict[str, Any] | None:
     mode, parts = _one_of("running", command.running or "keep", PAUSES), _parts(command)
     _live(engine)
     _refuse_beside(engine)
-    if mode == "finish":
-        engine.hold.wait(command)
+    if not _begins(engine, command, mode):
         return None
-    engine.hold.refuse_pending()
-    if mode == "abort":
-        engine.abort_all()
     _fall_asleep(engine, parts)
     return _info(engine)
 

@@ -80,7 +80,7 @@ class ReplicaChoice(msgspec.Struct, frozen=True, kw_only=True):
     n_cached: int
     """Prompt tokens that it has."""
     first_s: float
-    """Seconds to the first token as it is measured by them later, so without its suspicion."""
+    """Seconds to the first token, without the replica's suspicion, since what is observed is compared with it."""
     cost_s: float
     """Those and what others pay, times its suspicion."""
 
@@ -124,8 +124,8 @@ def choice_of(
     at: int,
     replica: int,
 ) -> ReplicaChoice:
-    """The choice of ``replica``, whose prices are number ``at`` of ``found``. What a step takes without a prompt is no
-    price, since those who run there pay it anyway, but a first token waits for it in each step of its prompt."""
+    """The choice of ``replica``, whose prices are number ``at`` of ``found``. These are of the prompt alone; what its
+    steps take for the rows that decode in them is added to ``first_s``, since the first token waits for that too."""
     view, n_cached = candidates[replica].view, max(asked.n_ready, known[replica] * asked.page_size)
     first_s = found.first_s[at] / candidates[replica].suspicion
     if view.chunk:

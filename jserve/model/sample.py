@@ -145,18 +145,14 @@ def sample(
     def guided(raw_EV):
         return _guided(raw_EV, draws, slots, flags, part, own)
 
-    mask_EW, plain = draws.mask_EW, (flags & ~LOGPROBS) == 0
-    if mask_EW is not None and own is None:
-        # Programs that all steps take (``Ladder.of``) have masks that nobody asked for, which are all ones.
-        unmasked = jnp.all(mask_EW == -1)
-        token_E, allowed_E = jax.lax.cond(plain & unmasked, greedy, guided, raw_EV)
-    elif mask_EW is not None:
-        token_E, allowed_E = guided(raw_EV)
-    elif own is not None:
-        token_E, allowed_E = full(raw_EV)
+    plain, other = (flags & ~LOGPROBS) == 0, full
+    if draws.mask_EW is not None:
+        # In steps where no row asked for a mask, which may run the same program (``Ladder.of``), all bits are ones.
+        plain, other = plain & jnp.all(draws.mask_EW == -1), guided
+    if own is None:
+        token_E, allowed_E = jax.lax.cond(plain, greedy, other, raw_EV)
     else:
-        token_E, allowed_E = jax.lax.cond(plain, greedy, full, raw_EV)
-    if own is not None:
+        token_E, allowed_E = other(raw_EV)
         allowed_E &= token_E >= 0
     return token_E, ok_E & allowed_E
 
@@ -213,9 +209,9 @@ def _guided(
     redraws_E = redraw_E != NONE
     less_EW, unmasked = _less(mask_EW, redraw_E), replace(draws, mask_EW=None)
 
-    # A loop, because the program has the text of a draw only once then.
+    # A loop rather than two calls, so that the draw is compiled once.
     def drawn(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """First with the masks, then of rows that may have it the draw without."""
+        """With the masks, then without for rows with ``redraw_E``: their first draw, which stays if it is allowed."""
         first = i > 0
         given_EV = _masked(raw_EV, jnp.where(first, -1, less_EW), part)
         purpose_E = jnp.where(redraws_E & ~first, PURPOSE_REDRAW, PURPOSE_TOKEN)
@@ -316,7 +312,7 @@ def adjust(
     part: VocabPart = WHOLE,
 ) -> jax.Array:
     """The logits after everything that can change which token is the most likely."""
-    x_EV = _allowed(raw_EV, draws, part)
+    x_EV = raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW, part)
     vocab = slots.vocab
 
     def where(bit: int, change: Callable[[jax.Array], jax.Array], x_EV: jax.Array) -> jax.Array:
@@ -469,11 +465,6 @@ def _pick(x_ENB: jax.Array, block_E: jax.Array) -> jax.Array:
 def is_greedy(temperature_E: jax.Array) -> jax.Array:
     """bool[E]: rows that take the likeliest token."""
     return temperature_E < GREEDY_TEMPERATURE
-
-
-def _allowed(raw_EV: jax.Array, draws: Draws, part: VocabPart) -> jax.Array:
-    """The logits that a grammar allows."""
-    return raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW, part)
 
 
 def _masked(x_EV: jax.Array, mask_EW: jax.Array, part: VocabPart) -> jax.Array:

@@ -106,8 +106,8 @@ class Ladder:
 
     buckets: tuple[Bucket, ...]
     between: tuple[Bucket, ...] = ()
-    """Sizes below that of their bucket which take less time than it, and those of buckets that take masks where no
-    others do."""
+    """Sizes without a program of their own whose steps are timed: those that a larger bucket takes in less time than
+    when it is full, and, where all programs take masks, those of the buckets without."""
 
     @property
     def sizes(self) -> tuple[Bucket, ...]:

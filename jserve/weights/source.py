@@ -30,7 +30,7 @@ FORMATS = ("auto", "safetensors", "orbax", "dummy")
 """Values of ``--load-format``; a GGUF file needs none."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WHOLE, PAGES, PAGE = 1 << 20, 64, 4096
-"""Bytes of a file that count as they are, and the pages of this many bytes of the rest, evenly spaced."""
+"""``Source.fingerprint`` hashes so many first bytes of a file, and so many evenly spaced pages of so many bytes."""
 ORBAX_DIR = "params"
 ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 

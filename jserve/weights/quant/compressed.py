@@ -209,15 +209,8 @@ def _unpacked(words: np.ndarray, bits: int, n: int) -> np.ndarray:
 
 
 def _order(tensors: Tensors, stem: str, group: Group, D: int) -> np.ndarray | None:
-    """As ``ordered``. Where a row has one scale an order means nothing."""
-    name = f"{stem}.weight_g_idx"
-    if not group.group or not tensors.has(name):
-        return None
-    order = ordered(tensors, name, D, group.group)
-    if order is not None and not group.ordered:
-        why = "has inputs in another order, though the config has no actorder group"
-        raise broken(tensors.path(name), why, name)
-    return order
+    of = "" if group.ordered else "actorder group"
+    return ordered(tensors, f"{stem}.weight_g_idx", D, group.group, lacks=of)
 
 
 def _zero_shape(

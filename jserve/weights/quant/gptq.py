@@ -143,14 +143,8 @@ class Gptq:
         return (zeros - self.middle).astype(np.int8)
 
     def _order(self, tensors: Tensors, stem: str, D: int) -> np.ndarray | None:
-        name = f"{stem}.g_idx"
-        if not self.group or not tensors.has(name):
-            return None
-        order = ordered(tensors, name, D, self.group)
-        if order is not None and not self.ordered:
-            why = "has inputs in another order, though the config has no desc_act"
-            raise broken(tensors.path(name), why, name)
-        return order
+        of = "" if self.ordered else "desc_act"
+        return ordered(tensors, f"{stem}.g_idx", D, self.group, lacks=of)
 
 
 def read(config: Mapping[str, Any], dtype: str) -> tuple[Gptq, Gptq]:

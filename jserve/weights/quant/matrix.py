@@ -77,19 +77,32 @@ class Reader(Protocol):
         ...
 
 
-def ordered(tensors: Tensors, name: str, D: int, group: int) -> np.ndarray | None:
-    """The order int32[D] of inputs whose groups tensor ``name`` gives; None: they are as they lie.
+def ordered(
+    tensors: Tensors, name: str, D: int, group: int, *, lacks: str = ""
+) -> np.ndarray | None:
+    """The order int32[D] of inputs whose groups tensor ``name`` gives; None: they are as they lie, or have one scale
+    (``group`` 0), or there is no such tensor.
+
+    Args:
+        lacks: what the config would have to say for there to be another order, and does not; empty: it does.
 
     Raises:
-        WeightsError: a group that is none, or that has not ``group`` inputs.
+        WeightsError: a group that is none, or that has not ``group`` inputs; an order that the config lacks.
     """
+    if not group or not tensors.has(name):
+        return None
     found = tensors.get(name, (D,), ("int32", "int64"))
     if found.size and (found.min() < 0 or found.max() >= D // group):
         raise broken(tensors.path(name), f"names groups beyond the {D // group} there are", name)
     if (np.bincount(found, minlength=D // group) != group).any():
         raise broken(tensors.path(name), f"has groups of more or less than {group} inputs", name)
     order = np.argsort(found, kind="stable").astype(np.int32)
-    return None if np.array_equal(order, np.arange(D)) else order
+    if np.array_equal(order, np.arange(D)):
+        return None
+    if lacks:
+        why = f"has inputs in another order, though the config has no {lacks}"
+        raise broken(tensors.path(name), why, name)
+    return order
 
 
 def packed(q: np.ndarray, kind: str = "int4") -> np.ndarray:
