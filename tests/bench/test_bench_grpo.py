@@ -24,6 +24,7 @@ def test_figures_are_those_of_every_update_and_of_the_end() -> None:
 
 
 def test_a_record_is_drawn_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.delattr("bench.grpo.subprocess")
     [*_, record] = sorted(Path("bench/results").glob("*-grpo.json"))
     pictures = [tmp_path / name for name in ("a.svg", "b.svg")]

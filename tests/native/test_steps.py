@@ -172,7 +172,7 @@ print(sum("XLAEigen" in name for name in names))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process is bound to a core")
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_pool_of_as_many_threads_as_devices(kernels, level, n):
     """On one core: of one device the only thread has no help, of two all of them may be callers at once."""
     command = [sys.executable, "-c", ONE_CORE, kernels.handle._name, level]
@@ -334,7 +334,8 @@ def test_sharded_is_close_to_one_device(steps, tp):
         compare(equal.run(other, requests(seed), equal.PLAIN, rng), wanted, requests(seed))
 
 
-@pytest.mark.parametrize("lower", ["avx2", pytest.param("avx512_bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lower", ["avx2", "avx512_bf16"])
 def test_an_engine_at_a_lower_level_is_close_to_xla_and_to_alone(
     kernels, level, lower, monkeypatch
 ):

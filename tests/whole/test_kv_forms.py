@@ -30,6 +30,7 @@ OF = {
 }
 
 
+@pytest.mark.slow
 def test_one_way_of_running_equals_alone() -> None:
     options = OF["int4, a layer skipped"]
     runner = equal.make_runner(buckets=equal.LARGEST, model=WIDE, **options)

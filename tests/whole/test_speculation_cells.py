@@ -38,11 +38,6 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """Options of a way, and what ``Watching`` must have counted."""
-QUICK = {
-    ("medusa", TREE, "all at once"),
-    ("ngram", (), "preempted"),
-    ("suffix", (), "cached"),
-}
 TEXT = byte_tokenizer()
 
 
@@ -87,7 +82,6 @@ def cells() -> list[Any]:
         pytest.param(
             kind, tree, way,
             id=f"{kind}-{NAMES[tree]}-{way}",
-            marks=() if (kind, tree, way) in QUICK else pytest.mark.slow,
         )
         for kind, tree in (*DEVICE, *HOST)
         for way in WAYS
@@ -120,6 +114,7 @@ def alone(plain: Any) -> list[Output]:
     return [out for part in _ALONE.values() for out in part]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tree", "way"), cells())
 def test_every_text_is_the_one_without_drafts(runner, kind, tree, way) -> None:
     got, wanted = outputs(runner, kind, tree, way), alone(runner)
@@ -155,14 +150,9 @@ def told(found: list[Output], request: Request, **changes: Any) -> list[Any]:
     return [choice.text, list(choice.token_ids), choice.finish_reason, choice.stop_reason]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "tree"),
-    [
-        pytest.param(
-            *kind, marks=() if kind == ("medusa", TREE) else pytest.mark.slow, id=str(kind)
-        )
-        for kind in (*DEVICE, *HOST)
-    ],
+    ("kind", "tree"), [pytest.param(*kind, id=str(kind)) for kind in (*DEVICE, *HOST)]
 )
 def test_a_stop_string_cuts_an_accepted_block_where_it_would_have_cut(runner, kind, tree) -> None:
     got, wanted = outputs(runner, kind, tree, "plain"), alone(runner)
