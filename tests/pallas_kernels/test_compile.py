@@ -457,7 +457,7 @@ def test_dense_attention_is_a_handful_of_kernels() -> None:
 
 def test_the_checks_see_a_step_that_is_not_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """With XLA's own choice the sampler's conditional and the collectives lie outside."""
-    monkeypatch.setattr("jserve.sizing.compiled.compile_options", lambda _: {})
+    monkeypatch.setattr("jserve.sizing.compiled.compile_options", lambda *_: {})
     with pytest.raises(AssertionError, match="not one CUDA graph"):
         check_step("llama-3.2-1b", Bucket(D=2, P=0, F=0), layers=1)
 
