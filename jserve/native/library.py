@@ -21,8 +21,8 @@ LEVELS_OF = {
     "aarch64": ("plain", "neon", "neon_bf16"),
 }
 """The instructions of a processor, by the number that the library gives it: each has all of those before it."""
-LEVELS = LEVELS_OF.get({"arm64": "aarch64"}.get(platform.machine(), platform.machine()), ("plain",))
-"""Those of this machine's architecture."""
+LEVELS = LEVELS_OF.get(platform.machine().replace("arm64", "aarch64"), ("plain",))
+"""Those of this machine's architecture, which macOS calls arm64."""
 KINDS = ("bf16", "int8", "int4", "e4m3", "rounded", "uint4", "e2m1")
 """Kinds of weights, by the number that the library gives them; ``rounded``: int8 with activations rounded to int8."""
 HANDLERS = {

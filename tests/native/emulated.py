@@ -37,6 +37,8 @@ LEVELS = library.LEVELS_OF["aarch64"]
 SOURCE = Path(__file__).parent / "emulated.c"
 ZIG_CC = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl"]
 OPTIONS = ("-std=gnu11", "-O2", "-static", "-pthread")
+TIMEOUT_S = 900
+"""Of a compile; the first one by zig makes a C library as well."""
 TYPES = {
     np.dtype(np.int8): 2,
     np.dtype(np.int32): 4,
@@ -74,7 +76,7 @@ def built(folder: Path) -> Path:
     """The program of ``emulated.c`` and of the kernels' sources."""
     program = folder / "emulated"
     command = [*compiler(), *OPTIONS, f"-I{build.FOLDER}", "-o", str(program), str(SOURCE), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     return program
 

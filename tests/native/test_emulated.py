@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jserve.native import compile as build
-from tests.native import emulated
+from tests.native import emulated, test_ffi_abi
 
 ROOT = build.FOLDER.parent.parent
 GCC = "aarch64-linux-gnu-gcc"
@@ -30,7 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
 @pytest.fixture(scope="module", params=["zig", "gcc"])
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """``emulated.c`` by each compiler; skips where there is none, or no emulator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("JSERVE_CC_AARCH64", raising=False)
@@ -40,7 +43,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             patch.setenv("JSERVE_CC_AARCH64", GCC)
         if emulated.missing():
             pytest.skip(emulated.missing())
-        return emulated.built(tmp_path_factory.mktemp(request.param))
+        yield emulated.built(tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,15 @@ def test_the_level_is_that_of_the_processor_and_all_up_to_it_pass_their_self_che
     made.end()
     assert made.level == level
     assert made.checked == (1,) * (emulated.LEVELS.index(level) + 1)
+
+
+def test_structures_of_the_interface_are_laid_out_as_xlas(program: Path) -> None:
+    source = program.parent / "abi.c"
+    source.write_text(test_ffi_abi.assertions(test_ffi_abi.STRUCTS))
+    command = [*emulated.compiler(), "-std=gnu11", "-fsyntax-only", f"-I{build.FOLDER}"]
+    command += [f"-I{test_ffi_abi.INCLUDE}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("file", FILES)
