@@ -63,8 +63,8 @@ def test_the_level_is_that_of_the_processor_and_all_up_to_it_pass_their_self_che
 def test_structures_of_the_interface_are_laid_out_as_xlas(program: Path) -> None:
     source = program.parent / "abi.c"
     source.write_text(test_ffi_abi.assertions(test_ffi_abi.STRUCTS))
-    command = [*emulated.compiler(), "-std=gnu11", "-fsyntax-only", f"-I{build.FOLDER}"]
-    command += [f"-I{test_ffi_abi.INCLUDE}", str(source)]
+    command = [*emulated.compiler(), "-std=gnu11", f"-I{build.FOLDER}"]
+    command += [f"-I{test_ffi_abi.INCLUDE}", "-c", "-o", f"{source}.o", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
 
