@@ -20,7 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = ("amx.h", "amx_attention.h", "ffi_abi.h", "grouped.h", "kernels.c", "quantised.h")
+SOURCES = (
+    "amx.h",
+    "amx_attention.h",
+    "ffi_abi.h",
+    "grouped.h",
+    "kernels.c",
+    "neon.h",
+    "quantised.h",
+)
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 TIMEOUT_S = 300

@@ -159,9 +159,9 @@ T_AVX2 INLINE void grouped_one(const Product *p, i64 n0, i64 n1, float *y, int k
       FOUR(OFF)
     }
 #undef OFF
-    SUMS4(s0, s1, s2, s3)
+    const Four sums = avx2_sums(s0, s1, s2, s3);
     float four[4];
-    _mm_storeu_ps(four, sums);
+    memcpy(four, &sums, sizeof four);
     memcpy(y + (n - n0), four, (size_t)min64(4, n1 - n) * sizeof(float));
   }
 }
@@ -193,9 +193,9 @@ T_AVX2 INLINE void grouped_four(const Product *p, i64 n0, i64 n1, Target t, int 
           FOUR(OFF)
         }
 #undef OFF
-        SUMS4(s0, s1, s2, s3)
+        const Four sums = avx2_sums(s0, s1, s2, s3);
         float y[4];
-        _mm_storeu_ps(y, sums);
+        memcpy(y, &sums, sizeof y);
         for (i64 j = 0; j < min64(4, p->L - i); j++) at(t, i + j)[n - n0] = y[j];
       }
 }

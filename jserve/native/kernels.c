@@ -15,7 +15,7 @@
  * Quantised weights are multiplied by the same means (quantised.h).
  *
  * Levels: what the processor has, one set of functions each, chosen by cpuid and xgetbv, since __builtin_cpu_supports
- * answers 0 for everything in a library built for an old glibc. */
+ * answers 0 for everything in a library built for an old glibc; those of 64-bit Arm are in neon.h. */
 #include "ffi_abi.h"
 
 #include <float.h>
@@ -33,6 +33,12 @@
 #else
 #define X86 0
 #endif
+#if defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define ARM 1
+#include <arm_neon.h>
+#else
+#define ARM 0
+#endif
 /* Tile registers: of compilers that know them, on a system that lends them when asked. */
 #if X86 && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define HAS_AMX 1
@@ -48,7 +54,14 @@
 typedef uint16_t bf16;
 typedef int64_t i64;
 
+/* By architecture; each has what those before it have. */
+#if X86
 enum { PLAIN, AVX2, AVX512F, AVX512_BF16, AMX_LEVEL, N_LEVELS }; /* with AMX: tiles of bfloat16 and of int8 */
+#elif ARM
+enum { PLAIN, NEON, NEON_BF16, N_LEVELS, AMX_LEVEL }; /* NEON_BF16: and products of int8; none has tiles */
+#else
+enum { PLAIN, N_LEVELS, AMX_LEVEL };
+#endif
 
 INLINE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
@@ -102,7 +115,7 @@ static int detect(void) {
   if (!HAS_AMX) return AVX512F;
   return ask_for_tiles() ? AMX_LEVEL : AVX512_BF16;
 }
-#else
+#elif !ARM
 static int detect(void) { return PLAIN; }
 #endif
 
@@ -179,6 +192,10 @@ static void plain_pack(const Product *p, i64 i0, i64 i1) {
     for (i64 k = 0; k < p->K; k++) to[i * p->K + k] = widen(narrow(p->x[p->row[i] * p->K + k]));
 }
 
+static void plain_narrow(const float *from, bf16 *to, i64 n) {
+  for (i64 i = 0; i < n; i++) to[i] = narrow(from[i]);
+}
+
 static void plain_rows(const Product *p, i64 n0, i64 n1, Target t) {
   for (i64 n = n0; n < n1; n++)
     for (i64 i = 0; i < p->L; i++) {
@@ -193,28 +210,30 @@ static void plain_silu(const float *gate, const float *up, float *h, i64 n) {
   for (i64 i = 0; i < n; i++) h[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
 }
 
-/* --- AVX2 and AVX512F: even and odd values of bfloat16 pairs by shift and mask, then FMA ---
+/* --- AVX2, AVX512F and NEON: even and odd values of bfloat16 pairs by shift and mask, then FMA ---
  *
  * x is kept as float32 in blocks of 2 * LANES values, the even ones first; of more than one row the blocks of four rows follow
  * each other. A weight row meets one row of x with four sums, or up to four rows of x with two sums each; NEAR weight rows
  * meet the four before the next four come. Of more than FEW rows of x two weight rows meet four with a sum each, TILED_K
  * values at a time of TILED rows, so that these stay in the first-level cache for TILED_N weight rows. */
 
-#if X86
+#if X86 || ARM
 enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
 
-/* The sums of the lanes of four vectors, in order. */
-#define SUMS4(a, b, c, d)                                                                                              \
-  __m256 ab_ = _mm256_hadd_ps(a, b), cd_ = _mm256_hadd_ps(c, d), all_ = _mm256_hadd_ps(ab_, cd_);                      \
-  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all_), _mm256_extractf128_ps(all_, 1));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* A value that is loaded once, where the compiler would load it in each product it takes part in. */
+#if X86
 #define LOADED(v) ({ __typeof__(v) v_ = (v); __asm__("" : "+v"(v_)); v_; })
+#else
+#define LOADED(v) ({ __typeof__(v) v_ = (v); __asm__("" : "+w"(v_)); v_; })
+#endif
 
-#define FLOAT_LEVEL(NAME, TARGET, LANES, HALF)                                                                         \
+/* SUMS: the sums of the lanes of four vectors, in order. */
+#define FLOAT_LEVEL(NAME, TARGET, LANES, SUMS)                                                                         \
   typedef float NAME##_f __attribute__((vector_size(LANES * 4), aligned(4), may_alias));                               \
   typedef uint32_t NAME##_u __attribute__((vector_size(LANES * 4), aligned(2), may_alias));                            \
-  typedef int32_t NAME##_i __attribute__((vector_size(LANES * 4), may_alias));                                         \
+  typedef int32_t NAME##_i __attribute__((vector_size(LANES * 4), aligned(4), may_alias));                             \
                                                                                                                        \
   static size_t NAME##_bytes(i64 L, i64 K) {                                                                           \
     return (size_t)(up_to(L, 4) * up_to(K, 2 * LANES)) * sizeof(float);                                                \
@@ -257,13 +276,12 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
       a += NAME##_at(x + k) * NAME##_even(v);                                                                          \
       b += NAME##_at(x + k + LANES) * NAME##_odd(v);                                                                   \
     }                                                                                                                  \
-    __m256 sum = HALF((a + b) + (c + d));                                                                              \
-    SUMS4(sum, sum, sum, sum)                                                                                          \
-    return _mm_cvtss_f32(sums);                                                                                        \
+    a = (a + b) + (c + d);                                                                                             \
+    return SUMS(a, a, a, a)[0];                                                                                        \
   }                                                                                                                    \
                                                                                                                        \
   /* The sums of a weight row and four rows of x. */                                                                   \
-  TARGET INLINE __m128 NAME##_four(const float *x, const bf16 *w, i64 K) {                                             \
+  TARGET INLINE Four NAME##_four(const float *x, const bf16 *w, i64 K) {                                               \
     NAME##_f a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, h = {0};                                   \
     for (i64 k = 0; k < K; k += 2 * LANES, x += 8 * LANES) {                                                           \
       NAME##_u v = K - k >= 2 * LANES ? *(const NAME##_u *)(w + k) : NAME##_tail(w + k, K - k);                        \
@@ -274,8 +292,7 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
       g += NAME##_at(x + 6 * LANES) * even, h += NAME##_at(x + 7 * LANES) * odd;                                       \
     }                                                                                                                  \
     a += b, c += d, e += f, g += h;                                                                                    \
-    SUMS4(HALF(a), HALF(c), HALF(e), HALF(g))                                                                          \
-    return sums;                                                                                                       \
+    return SUMS(a, c, e, g);                                                                                           \
   }                                                                                                                    \
                                                                                                                        \
   /* To the sums of two weight rows and four rows of x, LANES values of each. */                                       \
@@ -287,7 +304,7 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
     s[3] += u * a, s[7] += u * b;                                                                                      \
   }                                                                                                                    \
                                                                                                                        \
-  TARGET INLINE void NAME##_tile(const float *x, const bf16 *w0, const bf16 *w1, i64 K, __m128 *y) {                   \
+  TARGET INLINE void NAME##_tile(const float *x, const bf16 *w0, const bf16 *w1, i64 K, Four *y) {                     \
     NAME##_f s[8] = {{0}};                                                                                             \
     i64 k = 0;                                                                                                         \
     for (; k + 2 * LANES <= K; k += 2 * LANES, x += 8 * LANES) {                                                       \
@@ -300,10 +317,8 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
       NAME##_meet(s, NAME##_even(a), NAME##_even(b), x);                                                               \
       NAME##_meet(s, NAME##_odd(a), NAME##_odd(b), x + LANES);                                                         \
     }                                                                                                                  \
-    for (int r = 0; r < 2; r++) {                                                                                      \
-      SUMS4(HALF(s[4 * r]), HALF(s[4 * r + 1]), HALF(s[4 * r + 2]), HALF(s[4 * r + 3]))                                \
-      y[r] = _mm_add_ps(y[r], sums);                                                                                   \
-    }                                                                                                                  \
+    y[0] += SUMS(s[0], s[1], s[2], s[3]);                                                                              \
+    y[1] += SUMS(s[4], s[5], s[6], s[7]);                                                                              \
   }                                                                                                                    \
                                                                                                                        \
   TARGET static void NAME##_many(const Product *p, i64 n0, i64 n1, Target t) {                                         \
@@ -311,7 +326,7 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
     for (i64 first = n0; first < n1; first += TILED_N)                                                                 \
       for (i64 i0 = 0; i0 < p->L; i0 += TILED) {                                                                       \
         const i64 end = min64(n1, first + TILED_N), rows = min64(p->L - i0, TILED);                                    \
-        __m128 y[TILED / 4][TILED_N];                                                                                  \
+        Four y[TILED / 4][TILED_N];                                                                                    \
         memset(y, 0, sizeof y);                                                                                        \
         for (i64 k = 0; k < K; k += TILED_K)                                                                           \
           for (i64 n = first; n < end; n += 2)                                                                         \
@@ -337,8 +352,9 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
     for (i64 first = n0; first < n1; first += NEAR)                                                                    \
       for (i64 i = 0; i < p->L; i += 4)                                                                                \
         for (i64 n = first; n < min64(n1, first + NEAR); n++) {                                                        \
+          const Four sums = NAME##_four(x + i * width, p->w + n * p->K, p->K);                                         \
           float y[4];                                                                                                  \
-          _mm_storeu_ps(y, NAME##_four(x + i * width, p->w + n * p->K, p->K));                                         \
+          memcpy(y, &sums, sizeof y);                                                                                  \
           for (i64 j = 0; j < min64(4, p->L - i); j++) at(t, i + j)[n - n0] = y[j];                                    \
         }                                                                                                              \
   }                                                                                                                    \
@@ -380,14 +396,21 @@ enum { NEAR = 8, TILED = 16, TILED_K = 256, TILED_N = 64 };
     }                                                                                                                  \
   }
 
+#endif /* X86 || ARM */
+
+#if X86
 #define T_AVX2 __attribute__((target("avx2,fma")))
 #define T_AVX512F __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
 #define T_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define WHOLE(v) ((__m256)(v))
-#define HALVES(v) _mm256_add_ps(_mm512_castps512_ps256((__m512)(v)), _mm512_extractf32x8_ps((__m512)(v), 1))
-FLOAT_LEVEL(avx2, T_AVX2, 8, WHOLE)
+T_AVX2 INLINE Four avx2_sums(__m256 a, __m256 b, __m256 c, __m256 d) {
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+#define HALF(v) _mm256_add_ps(_mm512_castps512_ps256((__m512)(v)), _mm512_extractf32x8_ps((__m512)(v), 1))
+#define HALVES(a, b, c, d) avx2_sums(HALF(a), HALF(b), HALF(c), HALF(d))
+FLOAT_LEVEL(avx2, T_AVX2, 8, avx2_sums)
 FLOAT_LEVEL(avx512f, T_AVX512F, 16, HALVES)
-#undef WHOLE
+#undef HALF
 #undef HALVES
 
 /* --- AVX512_BF16 --- */
@@ -787,6 +810,7 @@ T_BF16 static void bf16_rows(const Product *p, i64 n0, i64 n1, Target t) {
 
 #include "quantised.h"
 #include "grouped.h"
+#include "neon.h"
 
 static const Level LEVELS[N_LEVELS] = {
     {plain_bytes, plain_pack, plain_rows, plain_silu},
@@ -795,6 +819,9 @@ static const Level LEVELS[N_LEVELS] = {
     {avx512f_bytes, avx512f_pack, avx512f_rows, avx512f_silu},
     {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
     {bf16_bytes, bf16_pack, bf16_rows, avx512f_silu},
+#elif ARM
+    {neon_bytes, neon_pack, neon_rows, neon_silu},
+    {neon_bf16_bytes, neon_bf16_pack, neon_bf16_rows, neon_silu},
 #endif
 };
 
@@ -805,6 +832,9 @@ static const Level WIDENED_LEVELS[N_LEVELS] = {
     {avx512f_bytes, avx512f_pack, avx512f_widened, avx512f_silu},
     {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu},
     {bf16_bytes, bf16_pack, bf16_widened, avx512f_silu},
+#elif ARM
+    {neon_bytes, neon_pack, neon_widened, neon_silu},
+    {neon_bf16_bytes, neon_bf16_pack, neon_bf16_widened, neon_silu},
 #endif
 };
 
@@ -815,6 +845,9 @@ static const Level ROUNDED_LEVELS[N_LEVELS] = {
     {whole_bytes, avx2_round_pack, avx2_round_rows, avx512f_silu},
     {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
     {vnni_bytes, vnni_pack, vnni_rows, avx512f_silu},
+#elif ARM
+    {neon_int8_bytes, neon_int8_pack, neon_int8_rows, neon_silu},
+    {neon_int8_bytes, neon_int8_pack, neon_int8dot_rows, neon_silu},
 #endif
 };
 
@@ -931,6 +964,9 @@ static void await(Job *job, i64 n) {
 #if X86
     else
       _mm_pause();
+#elif ARM
+    else
+      __asm__ volatile("yield");
 #endif
   }
 }
@@ -1308,7 +1344,7 @@ static int experts(int level, const Experts *e, const FfiCall *call) {
  *   tile    for each query head, STEP positions at a time: scores, running softmax, values. Weights are bfloat16, as
  *           XLA's are.
  *
- * Without AVX512_BF16 both are computed in float32 by AVX2, all query heads of up to ROWS / heads tokens together, NEARBY
+ * Without AVX512_BF16 both are computed in float32 by AVX2 or NEON, all query heads of up to ROWS / heads tokens together, NEARBY
  * positions at a time: keys and values are widened once for them.
  *
  * A chunk of work is one of these for one kv head, heads in the outer order, so that pages which rows share are met
@@ -1335,12 +1371,12 @@ typedef struct {
   i64 n_items;
 } Attention;
 
-#if X86
 /* Where the sixteen positions from ``pos`` on (a multiple of sixteen) begin: they lie in one page. */
 INLINE i64 place(const Attention *a, const int32_t *pages, i64 head, i64 pos) {
   return ((i64)pages[pos / a->Z] * a->K + head) * a->Z * a->H + pos % a->Z * a->H;
 }
 
+#if X86
 T_BF16 INLINE __m512 exp16(__m512 x) { return (__m512)avx512f_exp((avx512f_f)x); }
 
 /* e^(x - top) in two thirds of the instructions, with a relative error of at most 6e-7 down to e^-10 and 4e-6 below; x is
@@ -1752,8 +1788,25 @@ T_BF16 static void bf16_attention_chunk(const Job *job, i64 number, int seat) {
 
 #include "amx_attention.h"
 
-/* --- AVX2: rows of queries against keys and values that are widened once for all of them --- */
+/* The vectors that attention in float32 is written with. */
+#define T_WIDE T_AVX2
+#define WIDE(name) avx2_##name
+enum { WIDE_LANES = 8 };
+T_AVX2 INLINE avx2_i avx2_wide(const bf16 *p) {
+  return (avx2_i)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+}
+T_AVX2 INLINE avx2_f avx2_most(avx2_f a, avx2_f b) { return (avx2_f)_mm256_max_ps((__m256)a, (__m256)b); }
+#elif ARM
+#define T_WIDE
+#define WIDE(name) neon_##name
+enum { WIDE_LANES = 4 };
+#endif
 
+#if X86 || ARM
+/* --- AVX2 and NEON: rows of queries against keys and values that are widened once for all of them --- */
+
+typedef WIDE(f) wide_f;
+typedef WIDE(i) wide_i;
 enum { ROWS = 32, NEARBY = 32 };
 
 /* The query heads of one or several tokens over one kv head. */
@@ -1765,113 +1818,99 @@ typedef struct {
   float score[2][NEARBY];
 } Group;
 
-T_AVX2 INLINE __m256i widened8(const bf16 *p) {
-  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
-}
-
 /* Keys and values of ``n`` positions from ``first`` on; values that are not finite are zero. */
-T_AVX2 INLINE void group_widen(Group *s, const Attention *a, const int32_t *pages, i64 head, i64 first, i64 n) {
-  const __m256i exponent = _mm256_set1_epi32(0x7f800000);
+T_WIDE INLINE void group_widen(Group *s, const Attention *a, const int32_t *pages, i64 head, i64 first, i64 n) {
   const i64 H = a->H;
   for (i64 at = 0; at < n; at += BLOCK) {
     const i64 here = place(a, pages, head, first + at);
     for (i64 i = 0; i < BLOCK; i++)
-      for (i64 h = 0; h < H; h += 8) {
-        __m256i v = widened8(a->v + here + i * H + h);
-        v = _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_and_si256(v, exponent), exponent), v);
-        _mm256_storeu_si256((__m256i *)(s->k[at + i] + h), widened8(a->k + here + i * H + h));
-        _mm256_storeu_si256((__m256i *)(s->v[at + i] + h), v);
+      for (i64 h = 0; h < H; h += WIDE_LANES) {
+        const wide_i v = WIDE(wide)(a->v + here + i * H + h);
+        *(wide_i *)(s->k[at + i] + h) = WIDE(wide)(a->k + here + i * H + h);
+        *(wide_i *)(s->v[at + i] + h) = v & ~((v & 0x7f800000) == 0x7f800000);
       }
   }
 }
 
 /* Scores of ``n`` positions for rows r and, where ``two``, r + 1. */
-T_AVX2 INLINE void group_scores(Group *s, i64 r, i64 n, i64 H, int two) {
+T_WIDE INLINE void group_scores(Group *s, i64 r, i64 n, i64 H, int two) {
   const float *q = s->q[r], *t = s->q[two ? r + 1 : r];
   for (i64 i = 0; i < n; i += 4) {
     const float *k = s->k[i];
-    avx2_f a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, l = {0};
-    for (i64 h = 0; h < H; h += 8) {
-      const avx2_f x = avx2_at(q + h), y = avx2_at(t + h);
-      const avx2_f k0 = avx2_at(k + h), k1 = avx2_at(k + MOST_HEAD + h);
-      const avx2_f k2 = avx2_at(k + 2 * MOST_HEAD + h), k3 = avx2_at(k + 3 * MOST_HEAD + h);
+    wide_f a = {0}, b = {0}, c = {0}, d = {0}, e = {0}, f = {0}, g = {0}, l = {0};
+    for (i64 h = 0; h < H; h += WIDE_LANES) {
+      const wide_f x = WIDE(at)(q + h), y = WIDE(at)(t + h);
+      const wide_f k0 = WIDE(at)(k + h), k1 = WIDE(at)(k + MOST_HEAD + h);
+      const wide_f k2 = WIDE(at)(k + 2 * MOST_HEAD + h), k3 = WIDE(at)(k + 3 * MOST_HEAD + h);
       a += x * k0, b += x * k1, c += x * k2, d += x * k3;
       if (two) e += y * k0, f += y * k1, g += y * k2, l += y * k3;
     }
-    {
-      SUMS4((__m256)a, (__m256)b, (__m256)c, (__m256)d)
-      _mm_storeu_ps(s->score[0] + i, sums);
-    }
-    if (two) {
-      SUMS4((__m256)e, (__m256)f, (__m256)g, (__m256)l)
-      _mm_storeu_ps(s->score[1] + i, sums);
-    }
+    *(Four *)(s->score[0] + i) = WIDE(sums)(a, b, c, d);
+    if (two) *(Four *)(s->score[1] + i) = WIDE(sums)(e, f, g, l);
   }
 }
 
 /* Scores of ``n`` positions from ``first`` on become weights of row r, which sees some of them; its sums so far are brought
  * to the new top. */
-T_AVX2 INLINE void group_weights(Group *s, i64 r, float *score, i64 first, i64 n, i64 H) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i below = _mm256_set1_epi32(s->low[r] - 1), above = _mm256_set1_epi32(s->high[r]);
-  const __m256 none = _mm256_set1_ps(-INFINITY);
-  __m256 most = none, odd = _mm256_setzero_ps();
-  for (i64 i = 0; i < n; i += 8) {
-    __m256i pos = _mm256_add_epi32(_mm256_set1_epi32((int)(first + i)), lanes);
-    __m256 seen = (__m256)_mm256_and_si256(_mm256_cmpgt_epi32(pos, below), _mm256_cmpgt_epi32(above, pos));
-    __m256 x = _mm256_loadu_ps(score + i);
-    odd = _mm256_fmadd_ps(_mm256_and_ps(x, seen), _mm256_setzero_ps(), odd);
-    x = _mm256_blendv_ps(none, x, seen);
-    _mm256_storeu_ps(score + i, x);
-    most = _mm256_max_ps(most, x);
+T_WIDE INLINE void group_weights(Group *s, i64 r, float *score, i64 first, i64 n, i64 H) {
+  static const int32_t order[] = {0, 1, 2, 3, 4, 5, 6, 7};
+  const wide_i lanes = *(const wide_i *)order;
+  const wide_f none = WIDE(all)(-INFINITY);
+  wide_f most = none, odd = {0};
+  for (i64 i = 0; i < n; i += WIDE_LANES) {
+    const wide_i pos = lanes + (int32_t)(first + i), seen = (pos > s->low[r] - 1) & (pos < s->high[r]);
+    const wide_f x = WIDE(at)(score + i), shown = WIDE(pick)(seen, x, none);
+    odd += (wide_f)((wide_i)x & seen) * 0.0f;
+    *(wide_f *)(score + i) = shown;
+    most = WIDE(most)(most, shown);
   }
-  SUMS4(odd, odd, odd, odd)
-  s->odd[r] += _mm_cvtss_f32(sums);
-  float tops[8], top = s->top[r];
-  _mm256_storeu_ps(tops, most);
-  for (int i = 0; i < 8; i++) top = tops[i] > top ? tops[i] : top;
+  s->odd[r] += WIDE(sums)(odd, odd, odd, odd)[0];
+  float tops[WIDE_LANES], top = s->top[r];
+  *(wide_f *)tops = most;
+  for (int i = 0; i < WIDE_LANES; i++) top = tops[i] > top ? tops[i] : top;
   if (top > s->top[r]) {
-    const avx2_f keep = avx2_exp(avx2_all(s->top[r] - top));
-    for (i64 h = 0; s->total[r] != 0 && h < H; h += 8) *(avx2_f *)(s->o[r] + h) *= keep;
+    const wide_f keep = WIDE(exp)(WIDE(all)(s->top[r] - top));
+    for (i64 h = 0; s->total[r] != 0 && h < H; h += WIDE_LANES) *(wide_f *)(s->o[r] + h) *= keep;
     s->total[r] *= keep[0];
     s->top[r] = top;
   }
-  avx2_f total = {0};
-  for (i64 i = 0; i < n; i += 8) {
-    const __m256 x = _mm256_loadu_ps(score + i), seen = _mm256_cmp_ps(x, none, _CMP_NEQ_UQ);
-    const __m256 p = _mm256_and_ps((__m256)avx2_exp((avx2_f)x - avx2_all(top)), seen);
-    _mm256_storeu_ps(score + i, p);
-    total += (avx2_f)p;
+  wide_f total = {0};
+  for (i64 i = 0; i < n; i += WIDE_LANES) {
+    const wide_f x = WIDE(at)(score + i);
+    const wide_f p = (wide_f)((wide_i)WIDE(exp)(x - WIDE(all)(top)) & (wide_i)(x != none));
+    *(wide_f *)(score + i) = p;
+    total += p;
   }
-  for (int i = 0; i < 8; i++) s->total[r] += total[i];
+  for (int i = 0; i < WIDE_LANES; i++) s->total[r] += total[i];
 }
 
 /* Values of ``n`` positions times their weights, added to rows r and, where ``two``, r + 1. */
-T_AVX2 INLINE void group_values(Group *s, i64 r, i64 n, i64 H, int two) {
-  float *o = s->o[r], *t = s->o[two ? r + 1 : r];
-  for (i64 h = 0; h < H; h += 32) {
-    avx2_f a = avx2_at(o + h), b = avx2_at(o + h + 8), c = avx2_at(o + h + 16), d = avx2_at(o + h + 24);
-    avx2_f e = avx2_at(t + h), f = avx2_at(t + h + 8), g = avx2_at(t + h + 16), l = avx2_at(t + h + 24);
+T_WIDE INLINE void group_values(Group *s, i64 r, i64 n, i64 H, int two) {
+  enum { L = WIDE_LANES };
+  for (i64 h = 0; h < H; h += 4 * L) {
+    float *o = s->o[r] + h, *t = s->o[two ? r + 1 : r] + h;
+    wide_f a = WIDE(at)(o), b = WIDE(at)(o + L), c = WIDE(at)(o + 2 * L), d = WIDE(at)(o + 3 * L);
+    wide_f e = WIDE(at)(t), f = WIDE(at)(t + L), g = WIDE(at)(t + 2 * L), l = WIDE(at)(t + 3 * L);
     for (i64 i = 0; i < n; i++) {
       const float *v = s->v[i] + h;
-      const avx2_f x = avx2_all(s->score[0][i]), y = avx2_all(s->score[1][i]);
-      a += x * avx2_at(v), b += x * avx2_at(v + 8), c += x * avx2_at(v + 16), d += x * avx2_at(v + 24);
-      if (two) e += y * avx2_at(v), f += y * avx2_at(v + 8), g += y * avx2_at(v + 16), l += y * avx2_at(v + 24);
+      const wide_f x = WIDE(all)(s->score[0][i]), y = WIDE(all)(s->score[1][i]);
+      const wide_f v0 = WIDE(at)(v), v1 = WIDE(at)(v + L), v2 = WIDE(at)(v + 2 * L), v3 = WIDE(at)(v + 3 * L);
+      a += x * v0, b += x * v1, c += x * v2, d += x * v3;
+      if (two) e += y * v0, f += y * v1, g += y * v2, l += y * v3;
     }
-    *(avx2_f *)(o + h) = a, *(avx2_f *)(o + h + 8) = b, *(avx2_f *)(o + h + 16) = c, *(avx2_f *)(o + h + 24) = d;
-    if (two)
-      *(avx2_f *)(t + h) = e, *(avx2_f *)(t + h + 8) = f, *(avx2_f *)(t + h + 16) = g, *(avx2_f *)(t + h + 24) = l;
+    *(wide_f *)o = a, *(wide_f *)(o + L) = b, *(wide_f *)(o + 2 * L) = c, *(wide_f *)(o + 3 * L) = d;
+    if (two) *(wide_f *)t = e, *(wide_f *)(t + L) = f, *(wide_f *)(t + 2 * L) = g, *(wide_f *)(t + 3 * L) = l;
   }
 }
 
 /* Positions [from, to) for ``n_rows`` rows. */
-T_AVX2 INLINE void group_span(Group *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to, i64 n_rows) {
+T_WIDE INLINE void group_span(Group *s, const Attention *a, const int32_t *pages, i64 head, i64 from, i64 to, i64 n_rows) {
   for (i64 first = from / BLOCK * BLOCK; first < to; first += NEARBY) {
     const i64 n = min64(NEARBY, up_to(to - first, BLOCK));
     for (i64 pos = first + NEARBY; pos < min64(first + 2 * NEARBY, to); pos += BLOCK)
       for (i64 i = 0; i < BLOCK * a->H; i += 32) {
-        _mm_prefetch((const char *)(a->k + place(a, pages, head, pos) + i), _MM_HINT_T0);
-        _mm_prefetch((const char *)(a->v + place(a, pages, head, pos) + i), _MM_HINT_T0);
+        __builtin_prefetch(a->k + place(a, pages, head, pos) + i);
+        __builtin_prefetch(a->v + place(a, pages, head, pos) + i);
       }
     group_widen(s, a, pages, head, first, n);
     for (i64 r = 0; r < n_rows; r += 2) {
@@ -1891,7 +1930,7 @@ T_AVX2 INLINE void group_span(Group *s, const Attention *a, const int32_t *pages
   }
 }
 
-T_AVX2 INLINE void group_queries(Group *s, const float *q, const Attention *a, i64 n, i64 heads) {
+T_WIDE INLINE void group_queries(Group *s, const float *q, const Attention *a, i64 n, i64 heads) {
   for (i64 i = 0; i < n; i++)
     for (i64 g = 0; g < heads; g++)
       for (i64 h = 0; h < a->H; h++)
@@ -1899,7 +1938,7 @@ T_AVX2 INLINE void group_queries(Group *s, const float *q, const Attention *a, i
 }
 
 /* ``heads`` query heads of an item's tokens, from head g of the kv head on. */
-T_AVX2 INLINE void group_attention(Group *s, const Attention *a, const Item *item, i64 head, i64 g, i64 heads) {
+T_WIDE INLINE void group_attention(Group *s, const Attention *a, const Item *item, i64 head, i64 g, i64 heads) {
   const i64 H = a->H, at = (item->token * a->N + head * (a->N / a->K) + g) * H, n_rows = item->n * heads;
   const int32_t *pages = a->table + item->row * a->M;
   i64 behind = 0;
@@ -1926,7 +1965,7 @@ T_AVX2 INLINE void group_attention(Group *s, const Attention *a, const Item *ite
   }
 }
 
-T_AVX2 static void avx2_attention_chunk(const Job *job, i64 number, int seat) {
+T_WIDE static void group_attention_chunk(const Job *job, i64 number, int seat) {
   (void)seat;
   const Attention *a = job->work;
   const Item *item = a->items + number % a->n_items;
@@ -1934,11 +1973,11 @@ T_AVX2 static void avx2_attention_chunk(const Job *job, i64 number, int seat) {
   Group s;
   for (i64 g = 0; g < G; g += most) group_attention(&s, a, item, number / a->n_items, g, min64(most, G - g));
 }
-#endif /* X86 */
+#endif /* X86 || ARM */
 
 /* Whether there is an attention of that level for these sizes. */
 static int serves(int level, const Attention *a) {
-  return level >= AVX2 && a->H % 32 == 0 && a->H <= MOST_HEAD && a->K > 0 && a->N % a->K == 0 &&
+  return level > PLAIN && a->H % 32 == 0 && a->H <= MOST_HEAD && a->K > 0 && a->N % a->K == 0 &&
          a->N / a->K <= MOST_GROUP && a->Z % BLOCK == 0;
 }
 
@@ -1972,7 +2011,7 @@ static i64 fill_items(const Attention *a, Item *items, char *met) {
 }
 
 static int attention(int level, Attention *a, const FfiCall *call) {
-#if X86
+#if X86 || ARM
   if (!serves(level, a) || !within(a)) return 0;
   Job *job = new_job((size_t)a->T * (sizeof(Item) + 1));
   if (!job) return 0;
@@ -1982,7 +2021,10 @@ static int attention(int level, Attention *a, const FfiCall *call) {
   for (i64 i = 0; i < a->n_items; i++) seen += (i64)(a->items[i].start + a->items[i].n) * a->items[i].n;
   if (seen * a->K * a->H * 2 * (i64)sizeof(bf16) <= ALONE_BYTES) call = NULL;
   job->n_chunks = a->n_items * a->K;
-  job->chunk = level >= AVX512_BF16 ? bf16_attention_chunk : avx2_attention_chunk;
+  job->chunk = group_attention_chunk;
+#if X86
+  if (level >= AVX512_BF16) job->chunk = bf16_attention_chunk;
+#endif
 #if HAS_AMX
   if (level >= AMX_LEVEL) job->chunk = amx_attention_chunk;
 #endif
@@ -2006,19 +2048,27 @@ typedef struct {
 
 enum { WRITTEN_AT_ONCE = 32 };
 
-static void plain_narrow(const float *from, bf16 *to, i64 n) {
-  for (i64 i = 0; i < n; i++) to[i] = narrow(from[i]);
-}
-
 #if X86
 T_BF16 static void bf16_narrow(const float *from, bf16 *to, i64 n) {
   i64 i = 0;
   for (; i + 16 <= n; i += 16) _mm256_storeu_si256((__m256i *)(to + i), rounded(_mm512_loadu_ps(from + i)));
   plain_narrow(from + i, to + i, n - i);
 }
-#else
-#define bf16_narrow plain_narrow
 #endif
+
+/* As the processor can, whatever level a program was traced for: all round alike. */
+static void narrow_all(const float *from, bf16 *to, i64 n) {
+#if X86
+  if (best_level() >= AVX512_BF16)
+    bf16_narrow(from, to, n);
+  else
+    plain_narrow(from, to, n);
+#elif ARM
+  neon_narrow_all(from, to, n);
+#else
+  plain_narrow(from, to, n);
+#endif
+}
 
 static void writes_chunk(const Job *job, i64 number, int seat) {
   (void)seat;
@@ -2029,10 +2079,7 @@ static void writes_chunk(const Job *job, i64 number, int seat) {
       for (i64 head = 0; head < w->K; head++) {
         const float *from = w->new[which] + (t * w->K + head) * w->H;
         bf16 *to = w->pool[which] + ((w->page[t] * w->K + head) * w->Z + w->offset[t]) * w->H;
-        if (best_level() >= AVX512_BF16)
-          bf16_narrow(from, to, w->H);
-        else
-          plain_narrow(from, to, w->H);
+        narrow_all(from, to, w->H);
       }
   }
 }

@@ -7,6 +7,7 @@ level it may use agree with plain C. Where anything is missing, everything runs 
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,8 +16,13 @@ from typing import Any
 
 from jserve.native.compile import NOT_ON_WINDOWS, library_path, source_hash
 
-LEVELS = ("plain", "avx2", "avx512f", "avx512_bf16", "amx")
+LEVELS_OF = {
+    "x86_64": ("plain", "avx2", "avx512f", "avx512_bf16", "amx"),
+    "aarch64": ("plain", "neon", "neon_bf16"),
+}
 """The instructions of a processor, by the number that the library gives it: each has all of those before it."""
+LEVELS = LEVELS_OF.get(platform.machine().replace("arm64", "aarch64"), ("plain",))
+"""Those of this machine's architecture, which macOS calls arm64."""
 KINDS = ("bf16", "int8", "int4", "e4m3", "rounded", "uint4", "e2m1")
 """Kinds of weights, by the number that the library gives them; ``rounded``: int8 with activations rounded to int8."""
 HANDLERS = {

@@ -123,6 +123,18 @@ static void scale_results(const Product *p, i64 n0, i64 n1, Target t) {
   }
 WIDENED(plain, plain_widen)
 
+#if X86 || ARM
+/* Values of e4m3 bytes, one a word. */
+#define E4M3_VALUES(NAME, BASE, TARGET)                                                                                \
+  TARGET INLINE BASE##_f NAME##_e4m3(BASE##_i byte) {                                                                  \
+    BASE##_i size = byte & 0x7f, bits = (size << 20) + (120 << 23);                                                    \
+    BASE##_f small = (BASE##_f)(bits + (1 << 23)) - 0.015625f; /* no exponent: 2^-6 (1 + m / 8) less 2^-6 */           \
+    BASE##_f value = BASE##_pick((BASE##_i)(size < 8), small, (BASE##_f)bits);                                         \
+    value = BASE##_pick((BASE##_i)(size == 0x7f), BASE##_all(NAN), value);                                             \
+    return (BASE##_f)((BASE##_i)value | (byte & 0x80) << 24);                                                          \
+  }
+#endif
+
 #if X86
 /* --- the same in vectors --- */
 
@@ -130,13 +142,7 @@ T_AVX2 INLINE __m128i four_bit_table(int kind) { return _mm_loadu_si128((const _
 
 /* ``kind``: INT8, E4M3, or any of four bits, which ``table`` has. LOAD reads LANES bytes. */
 #define WIDENING(NAME, BASE, TARGET, LANES, LOAD, SIGNED, UNSIGNED, STORE16)                                           \
-  TARGET INLINE BASE##_f NAME##_e4m3(BASE##_i byte) {                                                                  \
-    BASE##_i size = byte & 0x7f, bits = (size << 20) + (120 << 23);                                                    \
-    BASE##_f small = (BASE##_f)(bits + (1 << 23)) - 0.015625f; /* no exponent: 2^-6 (1 + m / 8) less 2^-6 */           \
-    BASE##_f value = BASE##_pick((BASE##_i)(size < 8), small, (BASE##_f)bits);                                         \
-    value = BASE##_pick((BASE##_i)(size == 0x7f), BASE##_all(NAN), value);                                             \
-    return (BASE##_f)((BASE##_i)value | (byte & 0x80) << 24);                                                          \
-  }                                                                                                                    \
+  E4M3_VALUES(NAME, BASE, TARGET)                                                                                      \
                                                                                                                        \
   TARGET INLINE BASE##_f NAME##_numbers(const uint8_t *row, i64 k, int kind, __m128i table) {                          \
     if (kind == INT8) return __builtin_convertvector((BASE##_i)SIGNED(LOAD(row + k)), BASE##_f);                       \

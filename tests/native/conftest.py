@@ -25,6 +25,8 @@ FLAGS = {
     "avx512f": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx512_bf16": {"avx512_bf16"},
     "amx": {"amx_tile", "amx_bf16", "amx_int8"},
+    "neon": {"asimd"},
+    "neon_bf16": {"asimddp", "bf16"},
 }
 
 
@@ -32,7 +34,7 @@ def level_of_processor() -> str:
     """The level that the system's list of features means; skips where there is no such list."""
     if not CPUINFO.exists():
         pytest.skip("no /proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(), re.M)
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", CPUINFO.read_text(), re.M)
     flags, level = set(found[1].split()) if found else set(), "plain"
     for name in LEVELS[1:]:
         if not FLAGS[name] <= flags:

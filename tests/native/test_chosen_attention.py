@@ -11,6 +11,7 @@ import pytest
 from jserve.config import EngineConfig
 from jserve.errors import ConfigError
 from jserve.model.arch import Arch, Attention, Latent
+from jserve.native.library import LEVELS
 from jserve.runner.memory import DeviceMemory
 from jserve.runner.sizes import chosen_attention, sizes_of
 from tests.runner.harness import ARCH
@@ -50,7 +51,7 @@ def test_it_is_xlas_and_says_why(
     attention: dict[str, Any], options: dict[str, Any], why: str, field: str
 ) -> None:
     arch = arch_of(**attention)
-    name, reason = chosen_attention(arch, config_of(**options), BF16, "cpu", kernels="avx2")
+    name, reason = chosen_attention(arch, config_of(**options), BF16, "cpu", kernels=LEVELS[1])
     assert name == "xla"
     assert why in reason
     asked = config_of(attention_backend="native", **options)
@@ -76,5 +77,5 @@ def sizes(arch: Arch, config: EngineConfig) -> Any:
         tp=1,
         weight_bytes=0,
         memory=DeviceMemory(total=2**34, taken=0, is_host=True),
-        kernels="avx2",
+        kernels=LEVELS[1],
     )

@@ -80,7 +80,7 @@ def test_kernels_that_give_wrong_results_are_refused(tmp_path, monkeypatch, line
     path = built(tmp_path)
     if Library(library.ctypes.CDLL(str(path)), LEVELS[0]).handle.jserve_level() == 0:
         pytest.skip("this processor has the level plain alone")
-    with pytest.raises(NoLibrary, match="level avx2 give wrong results"):
+    with pytest.raises(NoLibrary, match=f"level {LEVELS[1]} give wrong results"):
         library.load(path)
 
 
@@ -135,4 +135,5 @@ def test_what_they_do_not_multiply_is_refused_by_name(kernels):
 
 def test_a_level_can_be_forced_down(level):
     assert native.chosen("auto", "cpu", "bfloat16") == (level, "")
-    assert native.available("cpu", "bfloat16", level="avx2") == ("avx2", "")
+    lower = LEVELS[1]
+    assert native.available("cpu", "bfloat16", level=lower) == (lower, "")

@@ -14,10 +14,10 @@ import pytest
 from jserve.errors import ConfigError
 from jserve.model import attn_native, attn_ref, native
 from jserve.model.attention import AttendArgs, Sinks, candidates
-from jserve.native.library import Library
+from jserve.native.library import LEVELS, Library
 
-ATTENTIONS = ("avx2", "avx512_bf16", "amx")
-"""The levels with code of their own; avx512f has that of avx2."""
+ATTENTIONS = tuple(name for name in LEVELS[1:] if name != "avx512f")
+"""avx512f has the code of avx2."""
 K, M, P = 2, 6, 101
 APART = 2e-5
 """Largest error of a row of few tokens, of outputs of unit size."""

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from jserve.native.compile import FOLDER, SOURCES
-from jserve.native.library import LEVELS, Library
+from jserve.native.library import LEVELS, LEVELS_OF, Library
+from tests.native import emulated
 from tests.native.conftest import built
 
 ROOT = FOLDER.parent.parent
@@ -274,8 +275,8 @@ PLANTS = {
         "avx512_bf16",
     ),
     "AVX2: what lies before the window": Plant(
-        "(__m256)_mm256_and_si256(_mm256_cmpgt_epi32(pos, below), _mm256_cmpgt_epi32(above, pos));",
-        "(__m256)_mm256_cmpgt_epi32(above, pos);",
+        "seen = (pos > s->low[r] - 1) & (pos < s->high[r]);",
+        "seen = pos < s->high[r];",
         "test_native_attention.py",
         "avx2",
     ),
@@ -299,6 +300,41 @@ PLANTS = {
         "amx",
         "amx.h",
     ),
+    "NEON: four bits, the other half of a byte": Plant(
+        "k & 16 ? vshrq_n_u8(both, 4)",
+        "k & 32 ? vshrq_n_u8(both, 4)",
+        "test_quantised.py",
+        "neon",
+        "neon.h",
+    ),
+    "NEON: rounding of what is halfway": Plant(
+        "vaddq_u32(odd, vdupq_n_u32(0x7fff))",
+        "vdupq_n_u32(0x8000)",
+        "test_native_attention.py",
+        "neon",
+        "neon.h",
+    ),
+    "NEON: rounded x, the upper eight bytes": Plant(
+        "return vpadalq_s16(sum, vmull_high_s8(a, b));",
+        "return vpadalq_s16(sum, vmull_s8(vget_low_s8(a), vget_low_s8(b)));",
+        "test_quantised.py",
+        "neon",
+        "neon.h",
+    ),
+    "BFDOT: the tail of K of one row": Plant(
+        "bytes16(x + k, 16), bytes16(w + k, n - k));",
+        "bytes16(x + k, 16), bytes16(w + k, n - k - 2));",
+        "test_products.py",
+        "neon_bf16",
+        "neon.h",
+    ),
+    "BFDOT: the fourth row of x": Plant(
+        "u = bytes16(x + 3 * width + k, 16);",
+        "u = bytes16(x + 2 * width + k, 16);",
+        "test_products.py",
+        "neon_bf16",
+        "neon.h",
+    ),
     "another major version of the interface": Plant(
         "api->version.major == FFI_MAJOR &&", "1 &&", "test_ffi_abi.py", "refuses"
     ),
@@ -317,6 +353,9 @@ PLANTS = {
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_fault_is_noticed(name: str, kernels: Library, tmp_path: Path) -> None:
     plant = PLANTS[name]
+    in_emulator = plant.only in LEVELS_OF["aarch64"] and plant.only not in LEVELS
+    if in_emulator and emulated.missing():
+        pytest.skip(emulated.missing())
     if plant.only in LEVELS and plant.only not in kernels.levels():
         pytest.skip(f"this processor has no {plant.only}")
     for source in SOURCES:
@@ -325,10 +364,13 @@ def test_a_planted_fault_is_noticed(name: str, kernels: Library, tmp_path: Path)
     text = at.read_text()
     assert text.count(plant.was) == 1
     at.write_text(text.replace(plant.was, plant.now))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jserve.native.compile.FOLDER", tmp_path)
-        built(tmp_path, "-O1")  # compiles in two thirds of the time
     command = [sys.executable, "-c", RUN, str(tmp_path), f"tests/native/{plant.tests}"]
+    if in_emulator:
+        command += ["-p", "tests.native.emulated"]
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jserve.native.compile.FOLDER", tmp_path)
+            built(tmp_path, "-O1")  # compiles in two thirds of the time
     command += ["-k", plant.only, f"--timeout={HANGS_S}", "--timeout-method=thread"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]

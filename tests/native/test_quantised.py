@@ -16,7 +16,7 @@ from tests.native.direct import Guarded
 from tests.native.quantised import Weights, exact, multiply, weights
 
 ROWS = (*range(1, 41), 64, 65, 128)
-FEW = {"plain": 0, "avx2": 32, "avx512f": 32, "avx512_bf16": 8, "amx": 4}
+FEW = {"avx2": 32, "avx512f": 32, "avx512_bf16": 8, "amx": 4}
 """Rows up to which a level widens numbers of groups in registers."""
 FORMS = {
     "rounded": ("rounded", 0, ""),
@@ -83,7 +83,8 @@ def widens(w: Weights, level: str, M: int) -> bool:
     whole_blocks = groups == 1 or G % 32 == 0 or (G == 16 and K % 32 == 0)
     soon = w.kind in quantised.FOUR_BITS and G >= 64 and G % 32 == 0
     slow = level == "amx" and w.kind in quantised.FOUR_BITS and G % 32 != 0
-    few = 8 if slow else min(8, FEW[level]) if soon else FEW[level]
+    most = FEW.get(level, 0)
+    few = 8 if slow else min(8, most) if soon else most
     in_registers = whole_blocks and few >= M
     return (groups > 1 or w.shift is not None) and not in_registers
 

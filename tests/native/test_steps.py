@@ -335,7 +335,7 @@ def test_sharded_is_close_to_one_device(steps, tp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lower", ["avx2", "avx512_bf16"])
+@pytest.mark.parametrize("lower", ["avx2", "avx512_bf16", "neon"])
 def test_an_engine_at_a_lower_level_is_close_to_xla_and_to_alone(
     kernels, level, lower, monkeypatch
 ):
