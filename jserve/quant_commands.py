@@ -26,7 +26,7 @@ def quantize(source: str, target: Path, wish: Wish, calibration: Path | None, co
     from jserve.quality.texts import shipped, token_texts
     from jserve.weights.offline.job import check_source, quantize as write
 
-    check_source(source)
+    check_source(source, wish)
     texts = []
     if wish.needs_texts:
         text = text_side(EngineConfig.of(model=source))

@@ -57,8 +57,8 @@ def _specs(family: Family, form_of: FormOf, arch: Arch, tp: int) -> Any:
         if name not in MULTIPLIED:
             return spec
         spec, form = _found(form_of, spec)
-        if form is not None and name in EXPERTS and (form.ordered or form.method):
-            return spec  # each has an order of its own; on load they stay as they are
+        if form is not None and name in EXPERTS and form.ordered:
+            return spec  # each has an order of its own
         fitted = form and _fitted(form, spec, tp)
         return spec if fitted is None else quantised_spec(spec, fitted)
 

@@ -17,9 +17,7 @@ from jserve.errors import ConfigError
 from jserve.model.dot import dot
 from jserve.model.families import family_for
 from jserve.model.layer_pass import PRODUCTS, check_dense, layer_pass
-from jserve.model.mesh import make_mesh
-from jserve.model.shard import ShardRules
-from jserve.weights.loader import load_tree
+from jserve.weights.loader import load_part
 from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.quant.scheme import Scheme, quantised
 from jserve.weights.source import Source
@@ -46,15 +44,7 @@ class Loadable:
     def _load(self, of: Any) -> Any:
         family = quantised(family_for(self.source.config), self.scheme)
         arch = family.arch(self.source.config)
-        return load_tree(
-            lambda tp: of(family.specs(arch, tp)),
-            self.source,
-            make_mesh(1),
-            ShardRules(),
-            self.dtype,
-            finish=lambda _: None,
-            scheme=self.scheme,
-        )
+        return load_part(family, arch, of, self.source, self.dtype, scheme=self.scheme)
 
 
 def why_not(reference: Source, model: Source) -> str:

@@ -23,6 +23,7 @@ from jserve.errors import ConfigError
 from jserve.model.arch import Arch
 from jserve.model.family import Family
 from jserve.model.hf_text import sees_images
+from jserve.model.mesh import make_mesh
 from jserve.model.param_spec import ParamSpec, Part, spelled
 from jserve.model.quant import QTensor, quantised_leaves
 from jserve.model.shard import ShardRules, padded
@@ -36,15 +37,17 @@ from jserve.weights.place import (
     SCANS,
     Make,
     Progress,
+    Then,
     aligned,
     bad_values,
     build,
     from_shards,
+    matrices,
     named,
     placed,
     tp_size,
 )
-from jserve.weights.quant.rounding import quantised_tree
+from jserve.weights.quant.rounding import quantised, quantised_tree
 from jserve.weights.quant.scheme import Scheme
 from jserve.weights.quant.tensors import QuantisedTensors
 from jserve.weights.safetensors import broken
@@ -85,26 +88,66 @@ def load(
         ConfigError: the mesh does not fit the rules.
     """
     specs = _placed_specs(family, arch, mesh, rules)
-    if source.format == "orbax" and scheme is not None:
-        if scheme.on_load:
-            assert family.wide is not None, "a quantised family"
-            how = {"progress": progress, "scan_nan": scan_nan}
-            wide = (family.wide, arch, source, mesh, rules, dtype)
-            return quantised_tree(load(*wide, **how), specs, mesh, rules)
-        _check_forms(family.specs(arch, 1), specs)
     tied = ("lm_head.weight",) if arch.tied else ()
-    return load_tree(
-        partial(family.specs, arch),
-        source,
-        mesh,
-        rules,
-        dtype,
-        progress=progress,
-        seed=seed,
-        scan_nan=scan_nan,
-        finish=lambda tensors: _finish(tensors, tied),
-        scheme=scheme,
-    )
+    if source.format == "orbax" and scheme is not None and not scheme.on_load:
+        _check_forms(family.specs(arch, 1), specs)
+    how = {
+        "progress": progress,
+        "seed": seed,
+        "scan_nan": scan_nan,
+        "finish": lambda tensors: _finish(tensors, tied),
+    }
+    return _load(family, arch, lambda whole: whole, source, mesh, rules, dtype, scheme, **how)
+
+
+def load_part(
+    family: Family,
+    arch: Arch,
+    of: Callable[[Any], Any],
+    source: Source,
+    dtype: Any,
+    *,
+    scheme: Scheme | None = None,
+    scan_nan: str = "sample",
+) -> Any:
+    """The parameters that ``of`` takes out of the tree that ``load`` gives, whole on one device. Tensors of others are
+    not looked at.
+
+    Raises:
+        WeightsError: as ``load``.
+    """
+    mesh, rules = make_mesh(1), ShardRules()
+    how = {"scan_nan": scan_nan, "finish": lambda _: None}
+    return _load(family, arch, of, source, mesh, rules, dtype, scheme, **how)
+
+
+def _load(
+    family: Family,
+    arch: Arch,
+    of: Callable[[Any], Any],
+    source: Source,
+    mesh: Mesh,
+    rules: ShardRules,
+    dtype: Any,
+    scheme: Scheme | None,
+    **how: Any,
+) -> Any:
+    """Parameters as ``family`` has them, quantised one after the other where the checkpoint's are not."""
+
+    def specs_at(tp: int) -> Any:
+        return of(family.specs(arch, tp))
+
+    if scheme is None or not scheme.on_load or source.format == "dummy":
+        return load_tree(specs_at, source, mesh, rules, dtype, scheme=scheme, **how)
+    wide = family.wide
+    assert wide is not None, "a quantised family"
+    wanted = matrices(padded(specs_at(tp_size(mesh, rules)), rules, mesh.shape))
+    # Rounding hides what is not finite, so that a sample would not do.
+    how |= {
+        "scan_nan": "full",
+        "then": lambda name, array: quantised(array, wanted[name], mesh, rules),
+    }
+    return load_tree(lambda tp: of(wide.specs(arch, tp)), source, mesh, rules, dtype, **how)
 
 
 def _check_forms(stored: Any, specs: Any) -> None:
@@ -180,10 +223,12 @@ def load_tree(
     scan_nan: str = "sample",
     finish: Callable[[Tensors], Any] = Tensors.warn_unused,
     scheme: Scheme | None = None,
+    then: Then = lambda _, array: array,
 ) -> Any:
     """``load`` for any tree of specs: ``specs_at`` gives it for a number of shards.
 
-    ``finish`` is called with the tensors of the safetensors files when all have been read.
+    ``finish`` is called with the tensors of the safetensors files when all have been read, ``then`` with each
+    parameter, for what the tree has in its place.
     """
     if scan_nan not in SCANS:
         raise ConfigError(
@@ -202,6 +247,7 @@ def load_tree(
             dtype,
             progress=progress,
             scan_nan=scan_nan,
+            then=then,
         )
     if source.format == "dummy":
         return build(specs, mesh, rules, dtype, _from_dummy(dtype, seed), progress)
@@ -209,7 +255,7 @@ def load_tree(
     read = tensors if scheme is None else QuantisedTensors(tensors, scheme)
     specs = spelled(specs, read.has)
     _check_present(specs, read)
-    params = build(specs, mesh, rules, dtype, _from_files(read, dtype, scan_nan), progress)
+    params = build(specs, mesh, rules, dtype, _from_files(read, dtype, scan_nan), progress, then)
     if isinstance(read, QuantisedTensors) and read.widened:
         first = min(read.widened)
         n, kind = len(read.widened), np.dtype(dtype)

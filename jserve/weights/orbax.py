@@ -30,7 +30,14 @@ from jserve.gguf.tokenizer import files as gguf_files
 from jserve.model.param_spec import ParamSpec, is_spec
 from jserve.model.shard import ShardRules
 from jserve.weights.adopt import is_exact, place
-from jserve.weights.place import Progress, bad_values, bad_values_on_device, named, sharding_of
+from jserve.weights.place import (
+    Progress,
+    Then,
+    bad_values,
+    bad_values_on_device,
+    named,
+    sharding_of,
+)
 from jserve.weights.source import ORBAX_DIR
 
 CHUNK_BYTES = 16 << 20
@@ -78,9 +85,10 @@ def restore(
     *,
     progress: Progress | None = None,
     scan_nan: str = "sample",
+    then: Then = lambda _, array: array,
 ) -> Any:
     """The parameters stored in ``root`` as a tree like ``specs``, each read straight into its
-    shards.
+    shards, or what ``then`` makes of them.
 
     ``canonical`` is the tree that was stored. Parameters are restored in groups of at most the
     largest one.
@@ -107,7 +115,7 @@ def restore(
                 raise _broken(root, names[i], why)
             spec = wanted[i][1]
             array = _with_copies(array, spec)
-            leaves.append(place(array, bases[i], spec, shardings[i], array.dtype))
+            leaves.append(then(names[i], place(array, bases[i], spec, shardings[i], array.dtype)))
             done += _n_bytes(abstract[i])
             if progress is not None:
                 progress(names[i], done, total)

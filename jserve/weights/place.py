@@ -27,6 +27,9 @@ Progress = Callable[[str, int, int], None]
 
 Make = Callable[[ParamSpec, NamedSharding], jax.Array]
 
+Then = Callable[[str, jax.Array], Any]
+"""(name of a parameter, its array) -> what becomes of it, before the next one is made."""
+
 MakeShard = Callable[[ParamSpec, Index, list[Any]], Iterable[jax.Array]]
 """(spec, index, devices that hold this shard) -> the shard on each of them."""
 
@@ -128,17 +131,25 @@ def _check_used(specs: Any, rules: ShardRules, sizes: Mapping[str, int]) -> None
 
 
 def build(
-    specs: Any, mesh: Mesh, rules: ShardRules, dtype: Any, make: Make, progress: Progress | None
+    specs: Any,
+    mesh: Mesh,
+    rules: ShardRules,
+    dtype: Any,
+    make: Make,
+    progress: Progress | None,
+    then: Then = lambda _, array: array,
 ) -> Any:
-    """A tree like ``specs`` of sharded arrays, one after the other."""
+    """A tree like ``specs`` of sharded arrays, one after the other, or of what ``then`` makes of them."""
     params = named(specs)
     plans = [(name, spec, sharding_of(spec, name, mesh, rules)) for name, spec in params]
     total = sum(math.prod(s.shape) * np.dtype(s.dtype or dtype).itemsize for _, s in params)
     leaves, done = [], 0
     for name, spec, sharding in plans:
         check(spec, name)
-        leaves.append(make(spec, sharding))
-        done += leaves[-1].nbytes
+        array = make(spec, sharding)
+        done += array.nbytes
+        leaves.append(then(name, array))
+        del array
         if progress is not None:
             progress(name, done, total)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)

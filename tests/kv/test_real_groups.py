@@ -54,8 +54,7 @@ GROUPS = {
     "llama4": [1, 3],
     "two windows": [1, 1],
 }
-FAST = ["gemma3", "gpt-oss"]
-ALL = [pytest.param(k, marks=() if k in FAST else pytest.mark.slow) for k in KINDS]
+ALL = [pytest.param(k, marks=() if k == "gemma3" else pytest.mark.slow) for k in KINDS]
 PROMPTS = [text(n, seed=n) for n in (3, 41, 70, 25, 64, 1)]
 N = 50
 

@@ -125,9 +125,8 @@ def on_one_device() -> tuple[list[list[int]], list[dict[str, np.ndarray]]]:
     return ran(ONE)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "split residual" else pytest.param(n, marks=pytest.mark.slow) for n in SPECS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
 def test_values_and_steered_tokens_are_those_of_one_device(name: str) -> None:
     want, got = on_one_device(), ran(SPECS[name])
     assert got[0] == want[0]

@@ -15,7 +15,7 @@ from jserve.errors import ConfigError
 from jserve.model.families import family_for
 from jserve.model.layer_pass import layer_pass
 from jserve.model.mesh import make_mesh
-from jserve.model.quant import QTensor, widened
+from jserve.model.quant import QTensor, quantised_leaves, widened
 from jserve.model.shard import ShardRules
 from jserve.weights.loader import load
 from jserve.weights.offline import job
@@ -27,6 +27,9 @@ from jserve.weights.quant.rounding import numbers_of, scales_of
 from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
+from tests.weights.test_weights_moe import respelled
+from tests.weights.test_weights_quant import loaded
+from tests.weights.test_weights_quant_moe import DEEPSEEK, GPT_OSS, QWEN
 from tests.weights.weights_kit import LLAMA, Model
 
 CONFIG = LLAMA | {
@@ -219,18 +222,45 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path: Path, model: Mode
         quantize(str(model.path), tmp_path / "b", every, [])
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    mixture = LLAMA | {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    made = Model(tmp_path / "moe", mixture)
-    made.write_json("config.json", made.config)
-    made.single()
-    with pytest.raises(ConfigError, match="has experts"):
-        quantize(str(made.path), tmp_path / "out", Wish(scheme="int8"), [])
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["one by one", "all together", "latents"])
+def test_experts_and_latents_are_rounded_as_on_load(tmp_path: Path, kind: str, scheme: str) -> None:
+    """Read back, each matrix is what the option makes of it, but for its scale, which is stored in bfloat16."""
+    made = Model(tmp_path / "moe", DEEPSEEK if kind == "latents" else QWEN)
+    made = (respelled(made) if kind == "all together" else made).single()
+    out = quantize(str(made.path), tmp_path / "out", Wish(scheme=scheme), [])
+    got, want = read(out), loaded(made, 1, scheme)
+    assert jax.tree.structure(forms(got)) == jax.tree.structure(forms(want))
+    for a, b in zip(quantised_leaves(got), quantised_leaves(want), strict=True):
+        if isinstance(a, QTensor):
+            step = np.repeat(np.asarray(b.scale), b.shape[-1] // b.scale.shape[-1], axis=-1)
+            assert (np.abs(np.asarray(widened(a)) - np.asarray(widened(b))) <= 1.01 * step).all()
+        else:
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def forms(tree: Any) -> Any:
+    """The kind of numbers and the group of each matrix."""
+    of = {"is_leaf": lambda x: isinstance(x, QTensor)}
+    return jax.tree.map(
+        lambda x: {f"{x.form.kind} {x.form.group}": 0} if isinstance(x, QTensor) else 0, tree, **of
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "wish", "word"),
+    [
+        (QWEN, Wish(scheme="int4", method="gptq"), "more than rounding is for dense models"),
+        (DEEPSEEK, Wish(scheme="int8", rotate=True), "more than rounding is for"),
+        (GPT_OSS | {"quantization_config": None}, Wish(scheme="int8"), "all in one tensor"),
+    ],
+)
+def test_what_experts_and_latents_cannot_have_is_refused_by_name(
+    tmp_path: Path, config: Any, wish: Wish, word: str
+) -> None:
+    made = Model(tmp_path / "moe", config).single()
+    with pytest.raises(ConfigError, match=word):
+        quantize(str(made.path), tmp_path / "out", wish, [])
 
 
 @pytest.mark.parametrize(

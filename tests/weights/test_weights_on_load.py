@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,14 @@ import pytest
 from jserve.errors import ConfigError, WeightsError
 from jserve.model.mesh import make_mesh
 from jserve.model.quant import QTensor, widened
+from jserve.model.shard import ShardRules
 from jserve.weights.convert import convert
 from jserve.weights.loader import adopted, load
+from jserve.weights.quant.rounding import as_tensor
 from jserve.weights.quant.scheme import quantised, scheme_of
 from jserve.weights.source import resolve
 from tests.model.assembly import assemble_all
+from tests.weights.test_weights_moe import respelled
 from tests.weights.test_weights_quant import (
     CONFIG,
     FORMATS,
@@ -25,6 +29,7 @@ from tests.weights.test_weights_quant import (
     assert_equal,
     loaded,
 )
+from tests.weights.test_weights_quant_moe import GPT_OSS, QWEN
 from tests.weights.weights_kit import Model
 
 CT = FORMATS["pack-quantized"].config
@@ -60,6 +65,59 @@ def test_on_load_devices_get_what_one_gets(tmp_path: Path, asked: str) -> None:
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
+LLAMA4 = CONFIG | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size_mlp": 64,
+}
+SPELT: dict[str, dict[str, Any]] = {
+    "one by one": QWEN,
+    "all together": QWEN,
+    "alternating columns": GPT_OSS | {"quantization_config": None},
+    "halves of columns": LLAMA4,
+}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [n if n == "all together" else pytest.param(n, marks=pytest.mark.slow) for n in SPELT],
+)
+def test_on_load_experts_are_quantised_however_a_checkpoint_spells_them(
+    tmp_path: Path, spelling: str
+) -> None:
+    """Each as the matrix that it is, and on several devices as on one."""
+    model = Model(tmp_path, SPELT[spelling], np.float32)
+    model = (respelled(model) if spelling == "all together" else model).single()
+    source = resolve(str(model.path))
+    exact = load(model.family, model.arch, source, make_mesh(1), RULES, jnp.float32)["layers"][1]
+    one, four = (loaded(model, n, "int4")["layers"][1] for n in (1, 4))
+    for name in ("expert_gate_up", "expert_down"):
+        x = one[name]
+        assert isinstance(x, QTensor)
+        alone = [widened(as_tensor(w, x.form)) for w in exact[name]]
+        np.testing.assert_array_equal(np.asarray(widened(x)), np.stack(alone))
+        np.testing.assert_array_equal(np.asarray(widened(four[name])), np.stack(alone))
+
+
+def test_on_load_experts_may_stay_and_spare_slots_have_copies(tmp_path: Path) -> None:
+    model = Model(tmp_path, QWEN, np.float32).single()
+    kept = loaded(model, 1, "int8", json.dumps({"ignore": ["re:.*experts"]}))["layers"][1]
+    assert isinstance(kept["expert_down"], jax.Array)
+    assert isinstance(kept["o"], QTensor)
+    scheme = scheme_of(model.config, jnp.float32, "int8")
+    family, mesh = quantised(model.family, scheme), make_mesh(1, ep=2)
+    rules = ShardRules.of_mesh(mesh.shape, redundant_experts=2)
+    how = (resolve(str(model.path)), mesh, rules, jnp.float32)
+    spread = load(family, model.arch, *how, scheme=scheme)["layers"][1]["expert_down"]
+    whole = loaded(model, 1, "int8")["layers"][1]["expert_down"]
+    got, want = np.asarray(widened(spread)), np.asarray(widened(whole))
+    assert got.shape[0] == want.shape[0] + 2
+    slots = [any(np.array_equal(x, y) for y in want) for x in got]
+    assert all(slots)
+
+
 def test_a_clip_by_squared_error_beats_the_largest_weight(tmp_path: Path) -> None:
     model = Model(tmp_path, CONFIG, np.float32).single()
     errors = []
@@ -90,7 +148,7 @@ def test_what_is_not_finite_is_not_rounded_away(tmp_path: Path, asked: str, bad:
     model = Model(tmp_path, CONFIG, np.float32)
     name = "model.layers.1.mlp.up_proj.weight"
     model.tensors[name][3, 5] = bad
-    with pytest.raises(WeightsError, match=r"up_proj\.weight: has values that are not finite"):
+    with pytest.raises(WeightsError, match=r"up_proj\.weight: has (NaN|infinite) values"):
         loaded(model.single(), 1, asked)
 
 

@@ -98,6 +98,7 @@ CASES: dict[str, Case] = {
     "fp8 bounded": (partial(of_format, "fbgemm", {}), {}, "e4m3 bounded"),
     "shifts": (partial(of_gguf, "Q4_1"), {}, "uint4 g32 shifts"),
     "shifts of int8": (partial(of_gguf, "Q5_1"), {}, "int8 g32 shifts"),
+    "experts, int8": (partial(on_load, "int8-weight-only", ""), MOE, "int8"),
     "experts": (
         partial(of_format, "awq", {"modules_to_not_convert": ["mlp.gate"]}),
         MOE,

@@ -18,6 +18,7 @@ from tests.whole.test_equalities import check_workload, compare
 from tests.whole.test_speculation import KINDS, check
 
 
+@pytest.mark.slow
 def test_one_way_of_running_equals_alone() -> None:
     weights, _, _ = quantised.CASES["int8"]
     check_workload(

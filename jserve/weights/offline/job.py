@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,21 @@ import numpy as np
 
 from jserve.errors import ConfigError
 from jserve.model.families import family_for
-from jserve.model.layer_pass import PRODUCTS, check_dense
-from jserve.model.mesh import make_mesh
-from jserve.model.param_spec import spelled
+from jserve.model.layer_pass import check_dense
+from jserve.model.param_spec import Part, spelled
 from jserve.model.quant import Form
-from jserve.model.quant_specs import stem
-from jserve.model.shard import ShardRules
+from jserve.model.quant_specs import EXPERTS, MULTIPLIED, WEIGHT, stem
 from jserve.weights.hf import INDEX, Tensors, dtype_name
-from jserve.weights.loader import load_tree
+from jserve.weights.loader import load_part
 from jserve.weights.offline.calibration import LayerStream
 from jserve.weights.offline.export import config_of, tensors_of
 from jserve.weights.offline.folds import Turn, check_rotates
 from jserve.weights.offline.layer import LayerQuantiser
 from jserve.weights.offline.wish import Wish
 from jserve.weights.orbax import copy_beside
+from jserve.weights.place import bad_values
 from jserve.weights.quant.scheme import quantised, scheme_of
-from jserve.weights.safetensors import SafetensorsFile
+from jserve.weights.safetensors import SafetensorsFile, broken
 from jserve.weights.safetensors_writer import write_safetensors
 from jserve.weights.source import Source, resolve
 
@@ -49,11 +48,12 @@ Told = Callable[[str, int, int], None]
 """(stage, done, total)."""
 
 
-def check_source(src: str) -> Source:
+def check_source(src: str, wish: Wish) -> Source:
     """The model that is to be quantised.
 
     Raises:
-        ConfigError: it is not found, not supported, quantised already, or an Orbax directory.
+        ConfigError: it is not found, not supported, quantised already, or an Orbax directory; it has experts or
+            latents, and the wish needs more than rounding; its files can have no experts one by one.
     """
     source = resolve(src)
     if source.format != "safetensors":
@@ -61,8 +61,21 @@ def check_source(src: str) -> Source:
     scheme = scheme_of(source.config, jnp.dtype(dtype_name(source.config)))
     if scheme is not None:
         raise ConfigError(f"{src} is quantised already ({scheme.name})", field="source")
-    check_dense(family_for(source.config).arch(source.config), "jserve quantize")
+    family = family_for(source.config)
+    arch = family.arch(source.config)
+    if not wish.only_rounds:
+        check_dense(arch, "jserve quantize by more than rounding")
+    _check_one_by_one(family.specs(arch, 1)["layers"])
     return source
+
+
+def _check_one_by_one(layers: Any) -> None:
+    """Refuse experts that no checkpoint has as matrices, which compressed-tensors' are."""
+    for layer in layers:
+        for part in (part for name in EXPERTS if name in layer for part in layer[name].parts):
+            if len(part.shape) != 2:
+                why = f"experts are all in one tensor ({part.name}), jserve quantize writes them one by one"
+                raise ConfigError(f"{why}; --quantization rounds them on load", field="source")
 
 
 def quantize(
@@ -79,7 +92,7 @@ def quantize(
         ConfigError: as ``check_source``; ``out`` is not empty; an unfinished job there is another one.
         WeightsError: a tensor of ``src`` is broken.
     """
-    job = _QuantizeJob(check_source(src), out, wish, texts if wish.needs_texts else ())
+    job = _QuantizeJob(check_source(src, wish), out, wish, texts if wish.needs_texts else ())
     job.begin()
     job.run(told)
     return job.finish()
@@ -95,8 +108,8 @@ class _QuantizeJob:
         self._family = family_for(source.config)
         self._arch = self._family.arch(source.config)
         self._modules = wish.modules(self._dtype.name)
-        tensors = Tensors(source.weights)
-        self._specs = spelled(self._family.specs(self._arch, 1), tensors.has)
+        self._tensors = Tensors(source.weights)
+        self._specs = self._written_specs()
         if wish.needs_texts and not texts:
             raise ConfigError("calibration: there is no text", field="calibration")
         if wish.rotate:
@@ -166,38 +179,70 @@ class _QuantizeJob:
 
     def _forms(self) -> dict[str, Form | None]:
         found = {}
-        for layer in self._specs["layers"]:
-            for part in (part for name in PRODUCTS for part in layer[name].parts):
-                module = stem(part.name)
-                found[module] = self._modules.form_of(module, part.shape[-1])
+        for name, part in self._matrices():
+            module = stem(part.name)
+            rounds = name in MULTIPLIED
+            found[module] = self._modules.form_of(module, part.shape[-1]) if rounds else None
         # A tied head is named too: other readers take it for one of the matrices.
         tied = self._arch.tied and self._turn is None
         found[HEAD] = None if tied else self._modules.form_of(HEAD, self._arch.D)
         return found
 
-    def _loaded(self, of: Callable[[Any], Any], source: Source, dtype: Any, **how: Any) -> Any:
+    def _written_specs(self) -> Any:
+        """As the files of ``source`` spell them, but experts one by one."""
+        whole = self._family.specs(self._arch, 1)
+        found = spelled(whole, self._tensors.has)
+        for layer, plain in zip(found["layers"], whole["layers"], strict=True):
+            layer |= {name: replace(plain[name], spellings=()) for name in EXPERTS if name in plain}
+        return found
+
+    def _matrices(self) -> Iterator[tuple[str, Part]]:
+        """(parameter, tensor) of all in the layers that are matrices of a checkpoint."""
+        for layer in self._specs["layers"]:
+            for name, spec in layer.items():
+                for part in spec.parts:
+                    if part.name.endswith(WEIGHT) and len(part.shape) == 2:
+                        yield name, part
+
+    def _loaded(self, of: Callable[[Any], Any], source: Source, **how: Any) -> Any:
+        """Parameters in float32; of ``source``, which may be what was written."""
         family = quantised(self._family, how.get("scheme"))
-        arch, rules = self._arch, ShardRules()
-        return load_tree(
-            lambda tp: of(family.specs(arch, tp)),
-            source,
-            make_mesh(1),
-            rules,
-            dtype,
-            finish=lambda _: None,
-            **how,
-        )
+        return load_part(family, self._arch, of, source, jnp.float32, **how)
 
     def _layer(self, i: int) -> dict[str, np.ndarray]:
         """The tensors of layer ``i``."""
-        wide = self._loaded(
-            lambda specs: specs["layers"][i], self._source, jnp.float32, scan_nan="full"
-        )
+        if self._wish.only_rounds:
+            return self._rounded_layer(i)
+        wide = self._loaded(lambda specs: specs["layers"][i], self._source, scan_nan="full")
         p = {name: np.asarray(x) for name, x in wide.items()}
         if self._turn is not None:
             p = self._turn.layer(self._arch.layers[i], p)
         stats = {} if self._stream is None else self._stream.stats(i, _on_device(p))
         return self._maker.tensors(i, self._specs["layers"][i], p, stats)
+
+    def _rounded_layer(self, i: int) -> dict[str, np.ndarray]:
+        """The same where rows of a matrix are rounded each by itself: tensors are taken as the files have them."""
+        found: dict[str, np.ndarray] = {}
+        for name, spec in self._specs["layers"][i].items():
+            if name in EXPERTS:
+                whole = self._loaded(_picked(i, name), self._source, scan_nan="full")
+                tensors = tensors_of(spec, np.asarray(whole))
+            else:
+                tensors = {part.name: self._read(part) for part in spec.parts}
+            for tensor, x in tensors.items():
+                found |= self._maker.matrix(tensor, x) if name in MULTIPLIED else {tensor: x}
+        return found
+
+    def _read(self, part: Part) -> np.ndarray:
+        """A tensor of the source.
+
+        Raises:
+            WeightsError: it has values that are not finite.
+        """
+        x = np.asarray(self._tensors.get(part.name, part.shape))
+        if why := bad_values(x, "full"):
+            raise broken(self._tensors.path(part.name), why, part.name)
+        return x
 
     def _written(self, i: int) -> Any:
         """Layer ``i`` as its file has it."""
@@ -211,16 +256,14 @@ class _QuantizeJob:
             generation={},
         )
         scheme = scheme_of(config, jnp.float32)
-        return self._loaded(lambda specs: specs["layers"][i], source, jnp.float32, scheme=scheme)
+        return self._loaded(lambda specs: specs["layers"][i], source, scheme=scheme)
 
     def _embedding(self) -> np.ndarray:
         found = self._top("embed")
         return found if self._turn is None else self._turn.inputs(found, None)
 
     def _top(self, name: str) -> np.ndarray:
-        of = self._loaded(
-            lambda specs: {name: specs[name]}, self._source, jnp.float32, scan_nan="full"
-        )
+        of = self._loaded(lambda specs: {name: specs[name]}, self._source, scan_nan="full")
         return np.asarray(of[name])
 
     def _rest(self) -> dict[str, np.ndarray]:
@@ -242,6 +285,10 @@ class _QuantizeJob:
                     self._maker.matrix(tensor, a) if quantised else {tensor: a.astype(self._dtype)}
                 )
         return tensors
+
+
+def _picked(i: int, name: str) -> Callable[[Any], Any]:
+    return lambda specs: specs["layers"][i][name]
 
 
 def _on_device(p: Mapping[str, np.ndarray]) -> dict[str, Any]:

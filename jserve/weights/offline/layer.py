@@ -62,13 +62,14 @@ class LayerQuantiser:
 
         Args:
             tensor: its name in the checkpoint.
-            w_ND: float32.
+            w_ND: any floats.
             stats: of its inputs; None: it is rounded without them, whichever method the wish has.
         """
         form = self._form(tensor, w_ND)
         if form is None:
             return {tensor: w_ND.astype(self._dtype)}
-        return stored(stem(tensor), self._matrix(w_ND, form, stats), form, self._dtype)
+        wide = w_ND.astype(np.float32, copy=False)
+        return stored(stem(tensor), self._matrix(wide, form, stats), form, self._dtype)
 
     def _form(self, tensor: str, x: np.ndarray) -> Form | None:
         return self._modules.form_of(stem(tensor), x.shape[-1])

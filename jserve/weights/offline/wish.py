@@ -50,6 +50,11 @@ class Wish:
     def needs_texts(self) -> bool:
         return self.method in WITH_DATA or self.smooth > 0
 
+    @property
+    def only_rounds(self) -> bool:
+        """True if a matrix is rounded as it is, without a look at what it multiplies."""
+        return not (self.needs_texts or self.rotate)
+
     def modules(self, dtype: str) -> OnLoad:
         """The modules and their forms."""
         how = self._options()

@@ -9,15 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from jserve.errors import ConfigError
 from jserve.model.quant import Form
-from jserve.weights.hf import FLOATS, Tensors
-from jserve.weights.quant.matrix import Matrix
-from jserve.weights.quant.rounding import METHODS, quantised
+from jserve.weights.quant.rounding import METHODS
 from jserve.weights.quant.values import check_patterns, is_linear, matches
-from jserve.weights.safetensors import broken
 
 KINDS = {"fp8": "e4m3", "int8": "int8", "int8-weight-only": "int8", "int4": "int4"}
 """``--quantization`` -> kind of the stored numbers."""
@@ -46,26 +41,6 @@ class OnLoad:
             return self.form
         found = [g for g in ((self.group,) if self.group else GROUPS) if D % g == 0]
         return replace(self.form, group=found[0]) if found else None
-
-    def check(self, tensors: Tensors, stem: str) -> tuple[int, int]:
-        """(N, D) of a matrix."""
-        name = f"{stem}.weight"
-        shape = tensors.shape(name)
-        tensors.check(name, shape, FLOATS)
-        if len(shape) != 2:
-            raise broken(tensors.path(name), f"shape {shape} is no matrix", name)
-        return shape[0], shape[1]
-
-    def read(self, tensors: Tensors, stem: str) -> Matrix:
-        """The matrix, quantised."""
-        shape, name = self.check(tensors, stem), f"{stem}.weight"
-        wide = np.asarray(tensors.get(name, shape, FLOATS), np.float32)
-        # Scales do not show them: the largest of numbers by XLA:CPU may pass over a NaN.
-        if not np.isfinite(wide).all():
-            raise broken(tensors.path(name), "has values that are not finite", name)
-        form = self.form_of(stem, shape[1])
-        assert form is not None, f"{stem} is not quantised"
-        return quantised(wide, form)
 
 
 def on_load(asked: str, dtype: str, options: Mapping[str, Any]) -> OnLoad:

@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from jserve.model.param_spec import ParamSpec
 from jserve.model.quant import KINDS, LARGEST, Form, QTensor
 from jserve.model.shard import ShardRules, shardings
-from jserve.weights.quant.matrix import Matrix, packed
+from jserve.weights.quant.matrix import packed
 
 METHODS = ("rtn", "mse", "hqq")
 CLIPS = 20
@@ -27,12 +26,6 @@ CLIPS = 20
 STEPS, POWER, BETA, GROWTH = 20, 0.7, 10.0, 1.05
 """Of ``hqq``: steps, the power of an error that is summed, how strongly errors are kept at first, and by what factor
 more a step later."""
-
-
-def quantised(w_ND: np.ndarray, form: Form) -> Matrix:
-    """``w_ND`` in this form; D is a multiple of its group."""
-    q, scale = _program(jnp.asarray(w_ND), form)
-    return Matrix(q=np.asarray(q), scale=np.asarray(scale))
 
 
 def quantised_tree(params: Any, specs: Any, mesh: Mesh, rules: ShardRules) -> Any:
@@ -47,9 +40,19 @@ def quantised_tree(params: Any, specs: Any, mesh: Mesh, rules: ShardRules) -> An
     made = []
     for i, spec in enumerate(flat):
         array, given[i] = given[i], None
-        made.append(_placed(array, spec, mesh, rules) if isinstance(spec, QTensor) else array)
+        made.append(quantised(array, spec, mesh, rules))
         del array
     return jax.tree.unflatten(structure, made)
+
+
+def quantised(
+    array: jax.Array, spec: ParamSpec | QTensor, mesh: Mesh, rules: ShardRules
+) -> jax.Array | QTensor:
+    """A parameter in the type of the model as its spec wants it: as it is, or quantised where it lies."""
+    if not isinstance(spec, QTensor):
+        return array
+    how = jax.jit(as_tensor, static_argnums=1, out_shardings=shardings(spec, mesh, rules))
+    return jax.block_until_ready(how(array, spec.form))
 
 
 def as_tensor(w: jax.Array, form: Form) -> QTensor:
@@ -59,11 +62,6 @@ def as_tensor(w: jax.Array, form: Form) -> QTensor:
     q = packed(q) if form.kind == "int4" else q
     scale = jnp.repeat(scale, form.groups(D) // scale.shape[1], axis=1)
     return QTensor(q=q.reshape(*rows, -1), scale=scale.reshape(*rows, -1), zero=None, form=form)
-
-
-def _placed(array: jax.Array, spec: QTensor, mesh: Mesh, rules: ShardRules) -> QTensor:
-    how = jax.jit(as_tensor, static_argnums=1, out_shardings=shardings(spec, mesh, rules))
-    return jax.block_until_ready(how(array, spec.form))
 
 
 def _is_leaf(x: Any) -> bool:

@@ -56,9 +56,8 @@ class Scheme:
     name: str
     """As ``--quantization`` or ``quant_method`` has it."""
     modules: Modules
-    reader: Reader
-    on_load: bool = False
-    """The checkpoint is not quantised; its matrices are when they are loaded."""
+    reader: Reader | None
+    """None: the checkpoint is not quantised; its matrices are when they are loaded."""
     widened: bool = False
     """The checkpoint is quantised, and served as if it were not."""
 
@@ -66,9 +65,10 @@ class Scheme:
         """The form in which a module with ``D`` inputs is served; None: it is not quantised."""
         return None if self.widened else self.modules.form_of(module, D)
 
-    def stored(self, module: str, D: int) -> bool:
-        """True if the checkpoint has this module in quantised form."""
-        return not self.on_load and self.modules.form_of(module, D) is not None
+    @property
+    def on_load(self) -> bool:
+        """True if matrices are quantised when they are loaded."""
+        return self.reader is None
 
 
 def scheme_of(
@@ -99,8 +99,7 @@ def scheme_of(
     if asked in FORMATS and asked not in KINDS:
         why = f"the checkpoint is not quantised; on load it can be by {', '.join(KINDS)}"
         raise ConfigError(f"quantization {asked}: {why}", field="quantization")
-    made = on_load(asked, name, given)
-    return Scheme(name=asked, modules=made, reader=made, on_load=True)
+    return Scheme(name=asked, modules=on_load(asked, name, given), reader=None)
 
 
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")

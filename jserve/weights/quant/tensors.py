@@ -41,12 +41,14 @@ ROUTERS = (".gate", ".router", ".shared_expert_gate")
 
 
 class QuantisedTensors:
-    """``tensors`` as the loader reads them: their quantised matrices by ``scheme``, all else as it is."""
+    """``tensors`` as the loader reads them: their quantised matrices by ``scheme``, which is their checkpoint's, all
+    else as it is."""
 
-    __slots__ = ("_kept", "_scales", "_scheme", "_tensors", "widened")
+    __slots__ = ("_kept", "_reader", "_scales", "_scheme", "_tensors", "widened")
 
     def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
-        self._tensors, self._scheme = tensors, scheme
+        assert scheme.reader is not None, "the checkpoint is not quantised"
+        self._tensors, self._scheme, self._reader = tensors, scheme, scheme.reader
         self._kept: OrderedDict[str, Matrix] = OrderedDict()
         self._scales: OrderedDict[str, Matrix] = OrderedDict()
         self.widened: set[str] = set()
@@ -58,7 +60,7 @@ class QuantisedTensors:
         if not self._quantised(module, ending, shape):
             self._tensors.check(name, shape, kinds)
             return
-        N, D = self._scheme.reader.check(self._tensors, module)
+        N, D = self._reader.check(self._tensors, module)
         if ending == INPUT:
             return
         rows = N if ending == ORDER else math.prod(shape[:-1])
@@ -74,8 +76,8 @@ class QuantisedTensors:
         if not self._quantised(module, ending, shape):
             return self._tensors.get(name, shape, kinds)
         self.check(name, shape, kinds)
-        if isinstance(self._scheme.reader, Mxfp4Experts):
-            return self._scheme.reader.part(self._tensors, module, ending, shape)
+        if isinstance(self._reader, Mxfp4Experts):
+            return self._reader.part(self._tensors, module, ending, shape)
         if ending:
             return self._stored(module, ending, shape)
         self.widened.add(module)
@@ -116,7 +118,8 @@ class QuantisedTensors:
         """True if the reader gives this tensor."""
         if ending or not module or len(shape) != 2:
             return bool(ending)
-        return self._scheme.stored(module, shape[1]) and not self._is_router(module)
+        stored = self._scheme.modules.form_of(module, shape[1]) is not None
+        return stored and not self._is_router(module)
 
     def _is_router(self, module: str) -> bool:
         """True for a router of experts that the file has as it is: few configs name them."""
@@ -132,7 +135,7 @@ class QuantisedTensors:
     def _matrix(self, module: str, kept: OrderedDict[str, Matrix]) -> Matrix:
         """A matrix, or of ``_scales`` one whose numbers may be missing."""
         if module not in kept:
-            made = self._scheme.reader.read(self._tensors, module)
+            made = self._reader.read(self._tensors, module)
             _keep(self._kept, KEPT, module, made)
             _keep(self._scales, KEPT_SCALES, module, replace(made, q=np.empty((0, 0), np.int8)))
         kept.move_to_end(module)

@@ -242,6 +242,7 @@ def test_showing_writes_nothing_of_the_target():
     assert rig.accepted != rig.tried
 
 
+@pytest.mark.slow
 def test_a_drafter_that_sleeps_is_not_in_the_program():
     """Neither its weights nor its KV are read; the step takes no more memory than one without it."""
     runner = drafting("eagle3", TREE)
