@@ -25,6 +25,7 @@ FAMILIES = {
     "gpt-oss": [1, 2],
     "llama4": [1, 3],
     "qwen2-moe": [3, 1],
+    "qwen2-window-yarn": [1, 1],
     "qwen3-bias-window": [1, 1],
 }
 """Case -> groups of layers that read all, and of those with windows or chunks."""
@@ -71,7 +72,7 @@ def check_workload(case: str, seed: int, device: ModelRunner, *, preempts: bool 
     requests = equal.draw_requests(rng, f"{case}-{seed}")
     alone = equal.alone(ungrouped(case), requests)
     truth = {key: answer[0] for key, answer in alone.items()}
-    way = dataclasses.replace(equal.Way.draw(rng), random_buckets=False)
+    way = dataclasses.replace(equal.Way.draw(rng), overlap=seed % 3, random_buckets=False)
     if device is not runner(case):
         way = dataclasses.replace(way, chunk=rng.choice((1, 3, 7, CHUNK)))
     pages = max(way.n_pages, 2 + device.limits.reaches[0].n_groups * 60)
