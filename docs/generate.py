@@ -1,7 +1,7 @@
-"""The pages that the code writes: options, request fields, metrics; and a table of paths in docs/quantisation.md.
+"""The pages that the code writes: options, request fields, metrics; and tables in quantisation.md and models.md.
 
     python docs/generate.py            # all of them; starts a small server for its metrics, about a minute
-    python docs/generate.py --quick    # options and fields only
+    python docs/generate.py --quick    # all but the metrics
 
 ``tests/docs`` fails when a committed page is not what this writes.
 """
@@ -95,7 +95,8 @@ SERVED = {
     "e2m1, groups": ("e2m1", {"group": 32}),
 }
 """Forms in which checkpoints are served (docs/quantisation.md has which), and what distinguishes them."""
-PATHS_FROM, PATHS_TO = "<!-- paths: written by docs/generate.py -->", "<!-- end of paths -->"
+PATHS = "paths"
+SUPPORT = "what runs"
 PATH_LEVELS = ("avx512_bf16", "avx512f", "avx2", "hopper", "")
 PATH_SHAPE = (4096, 4096)
 PATH_ROWS = (1, 16, 64, 256)
@@ -209,9 +210,21 @@ def metrics(scrape: str) -> str:
 
 def quantisation() -> str:
     """docs/quantisation.md with its table of paths."""
-    page = (ROOT / "docs" / "quantisation.md").read_text()
-    before, rest = page.split(PATHS_FROM)
-    return before + PATHS_FROM + "\n" + paths_table() + PATHS_TO + rest.split(PATHS_TO)[1]
+    return with_table("quantisation.md", PATHS, paths_table())
+
+
+def models() -> str:
+    """docs/models.md with its table of what runs by architecture."""
+    from tests.model.support import table  # needs torch, as few of the pages do
+
+    return with_table("models.md", SUPPORT, table())
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """``page`` with ``table`` between its marks of this name."""
+    first, last = f"<!-- {name}: written by docs/generate.py -->\n", f"<!-- end of {name} -->"
+    before, rest = (ROOT / "docs" / page).read_text().split(first)
+    return before + first + table + last + rest.split(last)[1]
 
 
 def paths_table() -> str:
@@ -310,6 +323,7 @@ def main() -> None:
     (docs / "options.md").write_text(options())
     (docs / "http-fields.md").write_text(fields())
     (docs / "quantisation.md").write_text(quantisation())
+    (docs / "models.md").write_text(models())
     if "--quick" not in sys.argv[1:]:
         with everything() as url:
             (docs / "metrics.md").write_text(metrics(scraped(url)))

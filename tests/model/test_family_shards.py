@@ -21,6 +21,7 @@ from tests.model.driver import Driver
 from tests.model.test_expert_parallel import ARCH, FAMILY
 
 CASES = (
+    *("llama-gqa4", "mistral-window", "qwen2-window-yarn", "qwen3-bias-window"),
     *(
         "gemma",
         "gemma2",
@@ -57,7 +58,9 @@ def test_devices_agree(case: str) -> None:
     logits = of_case(case)
     one = logits(1)
     for tp in (2, 4):
-        assert np.abs(logits(tp) - one).max() < 1e-5 * np.ptp(one), f"{tp} devices"
+        got = logits(tp)
+        assert np.abs(got - one).max() < 1e-5 * np.ptp(one), f"{tp} devices"
+        assert got.argmax(-1).tolist() == one.argmax(-1).tolist(), f"tokens of {tp} devices"
 
 
 @pytest.mark.one_in(3)
@@ -99,7 +102,9 @@ def test_devices_with_different_experts_agree(case: str) -> None:
     logits = of_case(case)
     one = logits(1)
     for ep, tp in ((2, 1), (4, 1), (2, 2)):
-        assert np.abs(logits(tp, ep) - one).max() < 1e-5 * np.ptp(one), f"{ep} groups of {tp}"
+        got = logits(tp, ep)
+        assert np.abs(got - one).max() < 1e-5 * np.ptp(one), f"{ep} groups of {tp}"
+        assert got.argmax(-1).tolist() == one.argmax(-1).tolist(), f"tokens of {ep} groups of {tp}"
     assert np.abs(logits(2, 2, residual="split") - one).max() < 1e-5 * np.ptp(one)
 
 

@@ -25,7 +25,7 @@ from jserve.model.families import family_for
 from jserve.model.features import SCORE
 from jserve.model.mesh import make_mesh, mesh_of
 from jserve.model.rope import for_requests
-from jserve.model.shard import ShardRules, shardings
+from jserve.model.shard import ShardRules, padded, shardings
 from jserve.model.view import Bucket
 from jserve.ports import InFlight, Proposer, StepTime
 from jserve.runner.buckets import Ladder, Needs
@@ -38,6 +38,7 @@ from jserve.testing import FakeProposer
 from jserve.timing.step_costs import MeasuredCosts
 from jserve.types import Output, Request, Sequence, StepPlan
 from jserve.weights.loader import load
+from jserve.weights.place import tp_size
 from jserve.weights.source import Source
 from tests import programs
 from tests.model.assembly import assemble_all
@@ -141,17 +142,23 @@ def runner_of(
     config: dict[str, Any],
     speculation: Callable[..., Any] | None = None,
     buckets: Seq[Bucket] = BUCKETS,
+    tp: int = 1,
+    ep: int = 1,
     **options: Any,
 ) -> ModelRunner:
-    """As ``make_runner``, of transformers' tiny model of an architecture: norms, biases and sinks are drawn too."""
+    """As ``make_runner``, of transformers' tiny model of an architecture: norms, biases and sinks are drawn too.
+
+    Args:
+        ep: groups of ``tp`` devices that have different experts.
+    """
     from tests.model import hf  # skips where torch is absent
 
     size = {"vocab_size": V, "max_position_embeddings": 256}
     model, config = hf.tiny(architecture, **size | config)
-    family, mesh = family_for(config), make_mesh(1)
+    family, mesh = family_for(config), make_mesh(tp, ep=ep)
     arch = for_requests(family.arch(config), OPTIONS["max_model_len"])
-    rules = ShardRules.of_mesh(mesh.shape)
-    specs = family.specs(arch, 1)
+    rules = ShardRules.of_mesh(mesh.shape, options.get("num_redundant_experts", 0))
+    specs = padded(family.specs(arch, tp_size(mesh, rules)), rules, mesh.shape)
     params = assemble_all(specs, hf.weights(model), jnp.dtype("float32"))
     params = jax.device_put(params, shardings(specs, mesh, rules))
     return ModelRunner(
@@ -280,6 +287,7 @@ def draw_requests(rng: random.Random, tag: str) -> list[Request]:
 
 Answer = tuple[list[int], str, list[float] | None, Any]
 """Tokens, finish reason, log-probabilities, prompt log-probabilities."""
+Between = Callable[[Scheduler], None]
 
 
 def run(
@@ -290,9 +298,10 @@ def run(
     truth: dict[tuple[str, int], list[int]] | None = None,
     proposer: Proposer | None = None,
     preempts: bool = False,
+    between: Between | None = None,
 ) -> dict[tuple[str, int], Answer]:
     """Run all requests, arriving at random steps, and gather what each choice got; as ``outputs_of``."""
-    return gathered(outputs_of(runner, requests, way, rng, truth, proposer, preempts))
+    return gathered(outputs_of(runner, requests, way, rng, truth, proposer, preempts, between))
 
 
 @lru_cache
@@ -318,11 +327,12 @@ def outputs_of(
     truth: dict[tuple[str, int], list[int]] | None = None,
     proposer: Proposer | None = None,
     preempts: bool = False,
+    between: Between | None = None,
 ) -> list[Output]:
     """What the engine said, in order; of several runners, what an engine of groups of devices did.
 
     ``proposer`` drafts in every row it can, whatever that is worth; ``preempts``: after each step
-    someone loses its pages.
+    someone loses its pages; ``between`` is called after each step.
     """
     config = EngineConfig.of(
         **OPTIONS
@@ -352,9 +362,11 @@ def outputs_of(
         while waiting and (rng.random() < 0.4 or not engine.busy):
             engine.submit(waiting.pop(0))
         outputs += engine.step()
-        if preempts:
-            for each in engines:
+        for each in engines:
+            if preempts:
                 _preempt(each.scheduler, rng)
+            if between is not None:
+                between(each.scheduler)
         if not waiting and not engine.busy:
             break
     assert not engine.busy, "the workload did not end"

@@ -120,6 +120,21 @@ def test_drafts_change_no_token_of_any_family(kind: str, tree: tuple[int, ...], 
         assert sum(d.stood for d in devices) > 50
 
 
+OTHERS = (
+    *("llama-gqa4", "mistral-window", "qwen2-window-yarn", "qwen3-bias-window", "gemma", "gemma3"),
+    *("phi3-window-partial", "olmo2", "granite", "cohere2", "smollm3", "exaone4", "glm4"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "granite-moe-shared", "deepseek-v2"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_draft_model_changes_no_token_of_other_families(case: str) -> None:
+    plain, drafted = equal.runner_of(*CASES[case]), drafting_of(*CASES[case], "draft")
+    devices = [check_workload(plain, "draft", seed, drafted=drafted) for seed in (301, 302)]
+    assert sum(d.stood for d in devices) > 20
+
+
 @pytest.mark.slow
 def test_cached_prefixes_hold_what_the_drafter_needs(runner) -> None:
     """Prompts whose KV is all but found in the cache draft as well as those that computed it."""

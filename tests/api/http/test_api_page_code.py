@@ -324,3 +324,53 @@ def test_probabilities_have_names_and_colours(js) -> None:
     assert names == ["100 %", "49.7 %", "≈ 0 %"]
     assert broken == [{"t": "\\xf0\\x9f", "p": -1, "a": []}]
     assert none == []
+
+
+DASHBOARD = """
+class Item {
+  style = {}; dataset = {}; parts = []; hidden = false; textContent = "";
+  append(...more) { this.parts.push(...more); }
+  replaceChildren(...all) { this.parts = all; }
+  setAttribute() {} addEventListener() {} toggleAttribute() {}
+  get words() {
+    return [this.textContent, ...this.parts.flatMap((p) => p.words ?? [p])].filter((word) => word !== "");
+  }
+}
+const items = {};
+globalThis.document = {
+  createElement: () => new Item(), createElementNS: () => new Item(), hidden: false,
+  getElementById: (id) => (items[id] ??= new Item()), addEventListener() {},
+};
+globalThis.sessionStorage = { getItem: () => null };
+globalThis.fetch = async () => ({ ok: true, json: async () => input });
+globalThis.setTimeout = () => {};
+await import("./dashboard.js");
+for (let i = 0; i < 20; i++) await null;
+output = { hidden: items["experts-card"].hidden, words: items.experts?.words ?? [], state: items.state.words };
+"""
+"""The module on a page of one answer, which holds what was put where."""
+
+
+@pytest.mark.parametrize("counted", [True, False])
+async def test_the_dashboard_shows_the_load_of_experts_where_it_is_counted(js, counted) -> None:
+    engine = FakeEngine()
+    if counted:
+        engine.values |= {
+            "expert_load_max_over_mean": 1.25,
+            "expert_load_max_over_mean_worst": 1.5,
+            "expert_load_hottest_share": 0.125,
+            "expert_moves_total": 7,
+        }
+    async with live(engine) as srv:
+        _, body, _ = await srv.get("/v1/dashboard")
+    found = js(DASHBOARD, body)
+    assert found["state"][0].startswith("Live"), found["state"]
+    assert found["hidden"] is not counted
+    assert (
+        found["words"]
+        == [
+            *("Fullest device, of the mean", "1.25 ×", "In the worst layer", "1.50 ×"),
+            *("Busiest expert", "12.5 %", "Moves", "7"),
+        ]
+        * counted
+    )
