@@ -17,10 +17,10 @@ from jserve.model import attn_hopper
 from jserve.model.arch import Arch, resized
 from jserve.model.attention import check_layers
 from jserve.model.families import ARCHITECTURES, family_for
-from jserve.model.layer_pass import check_dense
 from jserve.model.moe_specs import check_has_experts
 from jserve.model.shard import ShardRules, padded
 from jserve.shapes import SHAPES
+from jserve.weights.offline.job import check_one_by_one
 from tests.model import test_family_shards as shards
 from tests.model.more_cases import MORE
 from tests.model.test_parity import CASES
@@ -87,6 +87,11 @@ def over_devices(name: str, arch: Arch) -> bool:
 def spread(name: str, arch: Arch) -> bool:
     sizes = {"ep": 2, "tp": 1}
     return accepted(check_has_experts, arch, ShardRules.of_mesh(sizes), sizes)
+
+
+def is_written(name: str, arch: Arch) -> bool:
+    specs = family_for({"architectures": [name]}).specs(arch, 1)
+    return accepted(check_one_by_one, specs["layers"])
 
 
 def on_hopper(name: str, arch: Arch) -> bool:
@@ -172,9 +177,15 @@ COLUMNS = (
     ),
     Column(
         title="`jserve quantize`",
-        tests=("tests/weights/test_weights_quant_families.py::test_what_quantize_writes_is_read",),
-        tested=names_of(quantised.DENSE),
-        served=lambda name, arch: accepted(check_dense, arch, "it"),
+        tests=(
+            "tests/weights/test_weights_quant_families.py::test_what_quantize_writes_is_read",
+            "tests/weights/test_weights_offline.py::test_experts_and_latents_are_rounded_as_on_load",
+        ),
+        tested=[
+            *names_of(quantised.DENSE),
+            *(config["architectures"][0] for config in (QWEN, DEEPSEEK)),
+        ],
+        served=is_written,
     ),
     Column(
         title="`hopper`",

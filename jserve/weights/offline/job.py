@@ -65,12 +65,12 @@ def check_source(src: str, wish: Wish) -> Source:
     arch = family.arch(source.config)
     if not wish.only_rounds:
         check_dense(arch, "jserve quantize by more than rounding")
-    _check_one_by_one(family.specs(arch, 1)["layers"])
+    check_one_by_one(family.specs(arch, 1)["layers"])
     return source
 
 
-def _check_one_by_one(layers: Any) -> None:
-    """Refuse experts that no checkpoint has as matrices, which compressed-tensors' are."""
+def check_one_by_one(layers: Any) -> None:
+    """Refuse experts that no checkpoint has as matrices, which compressed-tensors' are. ``layers``: their specs."""
     for layer in layers:
         for part in (part for name in EXPERTS if name in layer for part in layer[name].parts):
             if len(part.shape) != 2:
