@@ -12,13 +12,15 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from bench import compile_time, experts, loading
+from bench import compile_time, experts, loading, loading_forms
 from jserve.model import native
 from jserve.model.arch import Moe, Router
 
 needs_kernels = pytest.mark.skipif(
     not native.available("cpu", jnp.bfloat16)[0], reason="bench.experts measures native kernels"
 )
+
+SHIPPED = Path(__file__).parents[2] / "checkpoints/jserve-mini"
 
 
 def lines_of(file: Path, kind: str) -> list[dict[str, Any]]:
@@ -97,3 +99,15 @@ def test_a_checkpoint_of_many_tensors_is_loaded_and_read(
     options = json.loads(file.read_text())["options"]
     assert options["n_tensors"] == 3 + 2 * (9 + 3 * 4)
     assert options["n_bytes"] > 2 * 2 * 64 * 256, "embedding and head in bfloat16"
+
+
+@pytest.mark.slow
+def test_a_model_is_loaded_in_every_form(tmp_path: Path) -> None:
+    file = tmp_path / "forms.json"
+    assert loading_forms.main([str(SHIPPED), "--rounds", "1", "--json", str(file)]) == 0
+    lines = {line["way"]: line for line in lines_of(file, "loading_forms")}
+    whole = lines["own type"]["stays"]
+    for scheme, most in (("int8", 0.6), ("int4", 0.4)):
+        on_load, copy = lines[f"{scheme} on load"], lines[f"{scheme} copy"]
+        assert on_load["stays"] == copy["stays"] < most * whole
+        assert on_load["load_s"] > copy["load_s"] > 0
