@@ -44,6 +44,8 @@ class Plant(NamedTuple):
     source: str = "kernels.c"
     ends: str = "FAILURES"
     """What the output of the tests has."""
+    slow: bool = False
+    """Slow tests notice it."""
 
 
 PLANTS = {
@@ -344,6 +346,7 @@ PLANTS = {
         "test_steps.py",
         "threads_as_devices",
         ends="Timeout",
+        slow=True,
     ),
 }
 
@@ -371,6 +374,7 @@ def test_a_planted_fault_is_noticed(name: str, kernels: Library, tmp_path: Path)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("jserve.native.compile.FOLDER", tmp_path)
             built(tmp_path, "-O1")  # compiles in two thirds of the time
+    command += ["-m", "slow"] if plant.slow else []
     command += ["-k", plant.only, f"--timeout={HANGS_S}", "--timeout-method=thread"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
