@@ -81,6 +81,7 @@ def test_what_was_evicted_comes_back_from_the_host_as_it_went(kind):
     engine.scheduler.resources.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 def test_pages_taken_one_by_one_change_no_token(kind):
     """A part of a prefix is on the device, the rest of it in host memory, in every proportion."""

@@ -306,6 +306,7 @@ def test_the_simulator_decides_as_the_real_engine_did(tmp_path, overlap):
     assert (done.n_requests, done.n_steps) == (12, scheduler.n_steps)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("n_prompt", [9, 40])
 def test_cached_equals_cold_in_8_bits(n_prompt):

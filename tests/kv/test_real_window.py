@@ -125,6 +125,7 @@ def small() -> ModelRunner:
     return windowed(**SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_contexts_longer_than_the_pool_are_served(overlap):

@@ -178,6 +178,7 @@ def stepped() -> list[list[int]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split",
     [

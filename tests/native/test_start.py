@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 from jserve.runner.program_files import ProgramFiles
 from tests.native import rig
@@ -15,9 +16,11 @@ from tests.whole import equal
 
 __all__ = ["fresh_cache"]
 
+
 BUCKETS = (rig.BUCKETS[0], rig.BUCKETS[-1])
 
 
+@pytest.mark.slow
 def test_it_loads_the_programs_and_traces_nothing(level: str, tmp_path: Path) -> None:
     models = [rig.model() for _ in range(2)]
 

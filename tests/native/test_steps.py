@@ -171,6 +171,7 @@ print(sum("XLAEigen" in name for name in names))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process is bound to a core")
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_pool_of_as_many_threads_as_devices(kernels, level, n):

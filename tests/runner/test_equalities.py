@@ -122,6 +122,7 @@ def drafter(kind: str, outputs: dict[str, tuple[int, ...]]):
     return propose
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", RIGHT_RANDOM_WRONG)
 def test_speculative_equals_not(kind):

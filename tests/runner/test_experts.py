@@ -178,6 +178,7 @@ def test_quantised_experts_move_whole() -> None:
     assert of.counters()["expert_moves_total"] > 10
 
 
+@pytest.mark.slow
 def test_every_slot_has_the_weights_of_its_expert() -> None:
     of, first = moving(), weights(make_mesh(1), ShardRules())
     balancer = of._experts

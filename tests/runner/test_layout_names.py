@@ -78,6 +78,7 @@ def test_pages_of_layouts_whose_sums_differ_lie_apart() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN_OTHERWISE)
 def test_a_layout_written_otherwise_finds_its_pages(name: str) -> None:
     assert page_identity(WRITTEN_OTHERWISE[name]) == identities()[name]

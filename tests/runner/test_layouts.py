@@ -163,6 +163,7 @@ BUGS: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "no sum" else pytest.param(n, marks=pytest.mark.slow) for n in BUGS]
 )

@@ -115,6 +115,7 @@ def alone() -> list[list[int]]:
     return [Rig(runner()).run([one])[0] for one in mixed()]
 
 
+@pytest.mark.slow
 def test_rows_draw_beside_others_what_they_draw_alone() -> None:
     drawn = alone()
     assert drawn[0] == TABLE[:N].tolist()

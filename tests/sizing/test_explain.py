@@ -79,6 +79,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "split logits" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
 )

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jserve.model.quant import LARGEST, Form
+from jserve.model.quant import LARGEST, Form, widened
 from jserve.weights.quant.methods.gptq import gptq_numbers
 from jserve.weights.quant.methods.rotation import rotation
 from jserve.weights.quant.methods.scales import awq_scales, smooth_scales
 from jserve.weights.quant.methods.stats import InputStats
-from jserve.weights.quant.rounding import numbers_of, quantised, scales_of
+from jserve.weights.quant.rounding import as_tensor, numbers_of, scales_of
 
 RNG = np.random.default_rng(0)
 
 
 def form(kind: str = "int4", group: int = 32, method: str = "mse") -> Form:
     return Form(kind=kind, group=group, method=method)
+
+
+def rounded(w: np.ndarray, how: Form) -> np.ndarray:
+    """What the numbers stand for."""
+    made = as_tensor(jnp.asarray(w, jnp.float32), dataclasses.replace(how, dtype="float32"))
+    return np.asarray(widened(made))
 
 
 def stats_of(x_TD: np.ndarray) -> InputStats:
@@ -96,7 +103,7 @@ def test_hqq_reduces_the_error_it_is_about_where_few_weights_are_large() -> None
     w[RNG.random(w.shape) < 0.02] *= 8
     errors = {}
     for method in ("rtn", "mse", "hqq"):
-        off = quantised(w, form(group=64, method=method)).widened() - w
+        off = rounded(w, form(group=64, method=method)) - w
         errors[method] = (np.abs(off) ** 0.7).sum()
     assert errors["hqq"] < errors["mse"] < errors["rtn"]
 
@@ -105,11 +112,8 @@ def test_awq_protects_the_inputs_with_large_activations() -> None:
     x, w = correlated(300, 64, outlier=20.0), RNG.standard_normal((32, 64)).astype(np.float32)
     stats, how = stats_of(x), form()
 
-    def rounded(m: np.ndarray) -> np.ndarray:
-        return quantised(m.astype(np.float32), how).widened()
-
-    s_D = awq_scales(stats, stats.mean_D, [w], [rounded])
-    plain, scaled = rounded(w) - w, rounded(w * s_D) / s_D - w
+    s_D = awq_scales(stats, stats.mean_D, [w], [lambda m: rounded(m, how)])
+    plain, scaled = rounded(w, how) - w, rounded(w * s_D, how) / s_D - w
     assert s_D[3] > 2 * np.median(s_D)
     assert stats.error(scaled) < 0.8 * stats.error(plain)
 
@@ -120,7 +124,7 @@ def test_smoothquant_lowers_the_error_of_rounded_activations() -> None:
 
     def error(x: np.ndarray, w: np.ndarray) -> float:
         steps = np.abs(x).max(axis=1, keepdims=True) / 127
-        y = np.round(x / steps) * steps @ quantised(w.astype(np.float32), how).widened().T
+        y = np.round(x / steps) * steps @ rounded(w, how).T
         return float(((y - x @ w.T) ** 2).sum())
 
     s_D = smooth_scales(stats_of(x).most_D, [w], 0.5)

@@ -73,6 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Outliers:
     return Outliers(tmp_path_factory.mktemp("model") / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", WISHES)
 def test_its_logits_are_about_those_of_the_model(

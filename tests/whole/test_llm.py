@@ -340,6 +340,7 @@ async def test_async_generate_streams_and_cancels(tiny_dir: Path, llm: LLM) -> N
         assert again[-1].outputs[0].token_ids == want
 
 
+@pytest.mark.slow
 async def test_the_async_door_takes_arrays_and_a_mesh_and_is_operated(
     tiny_dir: Path, llm: LLM
 ) -> None:

@@ -23,6 +23,7 @@ def drawing(kind: str, parents: TreeShape) -> list[str]:
     return [line for line in found if "decoder_layer" not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["same", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_a_chain_needs_no_sort_and_greedy_rows_no_noise(kind: str) -> None:

@@ -375,6 +375,7 @@ def test_a_drafter_that_cannot_be_split_on_two_devices():
 # --- programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parents"), CASES[:2])
 def test_the_kv_of_both_is_updated_in_place(kind, parents):
     runner = drafting(kind, parents)
