@@ -153,7 +153,7 @@ def check_every_cut(seed: int, **options: Any) -> None:
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("overlap", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_told_does_not_depend_on_where_an_engine_is_lost(seed, overlap):
     check_every_cut(seed, overlap=overlap)
 

@@ -194,7 +194,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_page_that_is_lost_or_broken_is_computed_again(how, tmp_path):
     world = World(tmp_path, tmp_path)

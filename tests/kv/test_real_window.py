@@ -89,6 +89,7 @@ def kept(sinks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, all_of(engine_of(runner(sinks), keep=True), PROMPTS, 50)))
 
 
+@pytest.mark.slow
 def test_the_limits_say_what_the_layers_see():
     assert (runner().limits.window, runner().limits.sinks) == (W, 0)
     assert runner(5).limits.sinks == 5

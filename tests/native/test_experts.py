@@ -46,6 +46,7 @@ def by(form: Any, moe: Moe, p: Any, args: Any, level: str) -> np.ndarray:
         return np.asarray(jax.jit(partial(through, form, moe))(p, *args))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "moe",
     [
