@@ -1,6 +1,6 @@
-"""The command line of a benchmark of one jserve: what it asks about the server, how it ends.
+"""The command line of a benchmark: of one jserve what it asks about the server, and how any ends.
 
-It owns the options and the ending that such benchmarks share.
+It owns the options and the ending that benchmarks share.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ def measured(
             result = work(args)
     except (EngineError, OSError, ValueError) as e:
         p.error(str(e))
-    if args.json:
-        report.write(result, args.json)
-    show(result, Console(width=None if sys.stdout.isatty() else 120))
+    tell(result, args.json, show)
     return result
+
+
+def tell(result: Result, file: Path | None, show: Callable[[Result, Console], None]) -> None:
+    """Write a result, where there is a file for it, and show it."""
+    if file:
+        report.write(result, file)
+    show(result, Console(width=None if sys.stdout.isatty() else 120))

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
-from bench import probe, report
+from bench import command, probe
 from jserve.config import EngineConfig
 from jserve.model.families import family_for
 from jserve.runner.layout import placement
@@ -185,9 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", type=Path, help="result file to write")
     args = p.parse_args(argv)
     result = measure(args.rounds, CONFIG)
-    if args.json:
-        report.write(result, args.json)
-    show(result, Console(width=None if sys.stdout.isatty() else 120))
+    command.tell(result, args.json, show)
     return 0
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench import probe, report
+from bench import command, probe
 
 SCHEMES = ("int8", "int4")
 EVERY_S = 0.005
@@ -91,8 +91,8 @@ def measure(model: Path, rounds: int) -> dict[str, Any]:
         ways = {"own type": (str(model), "auto")}
         for scheme in SCHEMES:
             copy = f"{folder}/{scheme}"
-            command = ["quantize", str(model), copy, "--scheme", scheme]
-            subprocess.run([sys.executable, "-m", "jserve.cli", *command], check=True, env=env)
+            writes = [sys.executable, "-m", "jserve.cli", "quantize", str(model), copy]
+            subprocess.run([*writes, "--scheme", scheme], check=True, env=env, stdout=sys.stderr)
             ways |= {f"{scheme} on load": (str(model), scheme), f"{scheme} copy": (copy, "auto")}
         for number in range(rounds + 1):
             names = list(ways) if number % 2 else list(reversed(ways))
@@ -138,9 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(one(args.model, args.quantization)))
         return 0
     result = measure(Path(args.model), args.rounds)
-    if args.json:
-        report.write(result, args.json)
-    show(result, Console(width=None if sys.stdout.isatty() else 120))
+    command.tell(result, args.json, show)
     return 0
 
 
