@@ -25,6 +25,7 @@ from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Out
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.commands import HandlePlaces, check_for_all
+from jserve.fleet.exits import hang_up_on_ending, machine_id
 from jserve.fleet.guarded import GuardedCalls
 from jserve.fleet.member import Member, all_unfit, state_of
 from jserve.fleet.placement import REFUSALS, RequestPlacement
@@ -42,7 +43,7 @@ from jserve.types import HandleInfo, Output
 
 log = logging.getLogger(__name__)
 
-STARTING, LOOKS_S = "start replicas", 0.05
+STARTING, LOOKS_S, EXIT_LOOKS_S = "start replicas", 0.05, 0.02
 PATIENCE = 2
 """A machine takes several replicas with it, so a request may meet more than one loss by chance."""
 REJOIN_S = 0.25
@@ -163,6 +164,7 @@ class FleetEngine(EngineFace):
         self._placement.short_context = self._info["short_context"]
         self._placement.kv_features = self._info["kv_features"]
         self._spawn(self._watch())
+        self._spawn(self._watch_exits())
         return self._info
 
     async def close(self) -> None:
@@ -377,6 +379,12 @@ class FleetEngine(EngineFace):
                 for member in self.members:
                     member.heard_at = self._clock()
             self.look()
+
+    async def _watch_exits(self) -> None:
+        machine = machine_id()
+        while True:
+            await asyncio.sleep(EXIT_LOOKS_S)
+            self._guarded.run([lambda: hang_up_on_ending(self.members, machine)])
 
     def look(self) -> None:
         """Move the work of silent and of slow replicas elsewhere, and that of those who wait for too long; see what
