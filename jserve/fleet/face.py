@@ -31,7 +31,7 @@ from jserve.fleet.member import Member, all_unfit, state_of
 from jserve.fleet.placement import REFUSALS, RequestPlacement
 from jserve.fleet.role_control import RoleControl
 from jserve.fleet.roles import DECODE, exchanged, lacking
-from jserve.fleet.rollout import ACTIONS, Rollout
+from jserve.fleet.rollout import ACTIONS, Rollout, Write
 from jserve.fleet.route import PREFILL
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.scale_down import ScaleDown
@@ -61,6 +61,7 @@ class FleetEngine(EngineFace):
         hedge_share: of requests of lane interactive, those that may be sent twice when their first token is late.
         audit_share: of requests, those whose answers are computed once more and compared.
         model: the weights that replicas start with, as ``update_weights`` takes them.
+        write: as ``fleet.rollout.Write``.
         autoscaler: says which replicas are no longer needed, where ``source`` starts more by the load.
         health: limits of ``degraded_reasons`` of each replica.
         clock: monotonic seconds.
@@ -83,6 +84,7 @@ class FleetEngine(EngineFace):
         hedge_share: float = 0.0,
         audit_share: float = 0.0,
         model: str = "",
+        write: Write | None = None,
         autoscaler: Autoscaler | None = None,
         health: HealthLimits | None = None,
         clock: Clock = time.monotonic,
@@ -95,7 +97,7 @@ class FleetEngine(EngineFace):
         self.suspicion = Suspicion()
         self._scale_down = ScaleDown(source, self.suspicion, autoscaler or Autoscaler())
         self._roles, self._role_control = roles or {}, role_control
-        self._rollout = Rollout(model, self._ask, self._weigh, clock)
+        self._rollout = Rollout(model, self._ask, self._weigh, clock, write)
         self._members: dict[str, Member] = {}
         self._listed: set[str] = set()
         self._handles = HandlePlaces()
@@ -175,6 +177,7 @@ class FleetEngine(EngineFace):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(one.supervisor.close() for one in self._members.values()))
         await self._source.close()
+        self._rollout.close()
 
     def stats(self) -> Stats:
         summed = totals(one.stats for one in self.members)
