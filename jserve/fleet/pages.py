@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence as Seq
 
+import numpy as np
+
 from jserve.engine.view import DIGEST_BYTES, PageEvent
 from jserve.fleet.prompts import SentPrompts
 from jserve.kv.tiers import TOKEN_BYTES, digest_after, packed, root_digest
@@ -54,8 +56,8 @@ class PageIndex:
         for digest in [d for d, mask in self._held.items() if mask >> replica & 1]:
             self._clear(digest, 1 << replica)
 
-    def known(self, digests: Seq[bytes], n: int) -> list[int]:
-        """Pages of the longest prefix of ``digests`` that each of ``n`` replicas holds."""
+    def known(self, digests: Seq[bytes], n: int) -> np.ndarray:
+        """Pages of the longest prefix of ``digests`` that each of ``n`` replicas holds, float64 [n]."""
         found, sent = [0] * n, self._sent.shared(digests)
         for n_pages, mask in [*self._held_prefixes(digests, (1 << n) - 1), *sent]:
             while mask:
@@ -67,7 +69,7 @@ class PageIndex:
         for i in range(slides.bit_length()):
             if slides >> i & 1:
                 found[i] = self._one_by_one(digests, i, sent)
-        return found
+        return np.array(found, np.float64)
 
     def _held_prefixes(self, digests: Seq[bytes], mask: int) -> list[tuple[int, int]]:
         """(n, mask) for each n > 0: of the replicas of ``mask``, those whose longest held prefix has n pages."""

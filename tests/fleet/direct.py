@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
 
 from jserve.engine.view import PageEvent, View
-from jserve.fleet.route import PREFILL, SLACK, Asked, Candidate, ReplicaChoice, _weight
+from jserve.fleet.candidates import PREFILL, Candidate
+from jserve.fleet.route import SLACK, Asked, ReplicaChoice, _weight
 
 
 class PlainPages:
