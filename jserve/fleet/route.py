@@ -114,7 +114,7 @@ def choice_of(
 def able_of(
     asked: Asked, candidates: CandidateTable, leave_out: Collection[int] = ()
 ) -> np.ndarray:
-    """Which candidates may take ``asked``, bool [n] by number; none of those numbered ``leave_out``."""
+    """The candidates that may take ``asked``, none of those numbered ``leave_out``: bool [n]."""
     able = candidates.takes_requests
     if leave_out:
         able = able.copy()

@@ -426,6 +426,8 @@ async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
         monkeypatch.setattr(fleet, "_weigh", lambda member: None)
         monkeypatch.setattr(fleet._placement, "rebalance", lambda: None)
         full, free = fleet.members
+        # Dear as it is, it is the only other one.
+        fleet._router.candidates.change(free.number, suspicion=1e6)
 
         async def begin(n: int) -> asyncio.Future:
             """One more at the first replica, which then has ``n``."""

@@ -60,6 +60,8 @@ def test_nobody_goes_where_no_request_is_sent(change):
     waits, other = Candidate(view=view()), Candidate(**{"view": FREE} | change)
     assert not goes_elsewhere(waiting(9.0), CandidateTable([waits, other]), PageIndex())
     assert not goes_elsewhere(waiting(9.0), CandidateTable([waits]), PageIndex())
+    alone = CandidateTable([Candidate(view=FREE)])
+    assert not goes_elsewhere(waiting(9.0), alone, PageIndex()), "where it is already"
 
 
 @given(candidates, held, st.floats(0.0, 20.0), st.integers(0, 8))

@@ -16,10 +16,10 @@ from jserve.fleet import pages
 from jserve.fleet.candidates import PREFILL, Candidate, CandidateTable
 from jserve.fleet.pages import PageIndex, PageNames, digests_of
 from jserve.fleet.roles import DECODE
-from jserve.fleet.route import SLACK, Asked, ReplicaChoice, able_of, route
+from jserve.fleet.route import SLACK, Asked, ReplicaChoice, able_of, prices, route
 from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.request_options import Lane
-from tests.fleet.direct import PlainPages, direct_route
+from tests.fleet.direct import PlainPages, direct_price, direct_route
 
 PAGE = 16
 PAGES = tuple(bytes([i]) * 8 for i in range(8))
@@ -418,6 +418,28 @@ def test_the_choice_is_that_of_the_plain_form_bit_for_bit(
                 route(one, table, both.pages, leave_out)
         else:
             assert route(one, table, both.pages, leave_out) == wanted
+
+
+@given(fleets, held, st.sampled_from([0, 48, 112]), st.sampled_from(Lane))
+def test_prices_are_those_of_the_plain_form_bit_for_bit(candidates, held, n_ready, lane):
+    one = asked(n_ready=n_ready, lane=lane)
+    known = index(held).known(PAGES, len(candidates))
+    plain = [direct_price(one, *each) for each in zip(candidates, held, strict=False)]
+    found = prices(one, changed_table(candidates), known)
+    assert found.first_s.tolist() == [first_s for first_s, _, _ in plain]
+    assert found.cost_s.tolist() == [cost_s for _, cost_s, _ in plain]
+    assert found.total_s.tolist() == [cost_s + evicted_s for _, cost_s, evicted_s in plain]
+
+
+def test_a_prefix_that_only_one_who_takes_nothing_has_is_one_that_nobody_has():
+    """The hash says where it goes, among the near ones."""
+    fleet = [Candidate(view=view(prefill_token_s=1e-3 + i * 1e-6)) for i in range(8)]
+    table = CandidateTable([*fleet, Candidate(view=view(), out=True)])
+    for i in range(20):
+        one = asked(pages=(bytes([i]) * 8,))
+        cold, pages = route(one, table, PageIndex()), PageIndex()
+        pages.send(8, one.pages)
+        assert route(one, table, pages) == cold
 
 
 def test_a_prompt_that_was_not_sent_cannot_be_over():
