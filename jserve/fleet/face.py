@@ -24,6 +24,7 @@ from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Outputs, Stats
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed
 from jserve.fleet.autoscale import Autoscaler
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.commands import HandlePlaces, check_for_all
 from jserve.fleet.exits import hang_up_on_ending, machine_id
 from jserve.fleet.guarded import GuardedCalls
@@ -32,7 +33,6 @@ from jserve.fleet.placement import REFUSALS, RequestPlacement
 from jserve.fleet.role_control import RoleControl
 from jserve.fleet.roles import DECODE, exchanged, lacking
 from jserve.fleet.rollout import ACTIONS, Rollout, Write
-from jserve.fleet.route import PREFILL
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.scale_down import ScaleDown
 from jserve.fleet.source import ReplicaSource
@@ -285,11 +285,13 @@ class FleetEngine(EngineFace):
         if self._members.get(member.name) is not member:
             return
         record = self.suspicion.records[member.name]
-        candidate = self._router.candidates[member.number]
-        candidate.suspicion = record.factor
         unfit = bool(member.unfit) and any(not one.unfit for one in self.members)
-        candidate.out = record.out or member.silent or member.updating or unfit
-        candidate.role = member.role
+        self._router.candidates.change(
+            member.number,
+            suspicion=record.factor,
+            out=record.out or member.silent or member.updating or unfit,
+            role=member.role,
+        )
 
     # -- requests
 

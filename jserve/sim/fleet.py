@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 from jserve.errors import ConfigError
 from jserve.fleet.asking import Asking
 from jserve.fleet.autoscale import Autoscaler
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.describe import view_of
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import (
@@ -30,7 +31,7 @@ from jserve.fleet.remote_prefill import (
 )
 from jserve.fleet.role_control import RoleControl
 from jserve.fleet.roles import DECODE, lacking
-from jserve.fleet.route import PREFILL, ReplicaChoice
+from jserve.fleet.route import ReplicaChoice
 from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.fleet.shared_pages import check_shares_pages
 from jserve.fleet.suspicion import RetryBudget
@@ -254,7 +255,7 @@ class FleetSimulation:
             return
         one = self.replicas[number]
         one.role = DECODE if one.role == PREFILL else PREFILL
-        router.candidates[number].role = one.role
+        router.candidates.change(number, role=one.role)
         self._role_changes.append((now, number, one.role))
 
     def _rebalance(self, now: float) -> None:
@@ -287,10 +288,7 @@ class FleetSimulation:
         item = sent.item
         sent.to.simulation.engine.cancel(item.id)
         self.router.over(sent.asked, sent.to.number)
-        candidate = self.router.candidates[sent.to.number]
-        out, candidate.out = candidate.out, True
-        to = self._chosen(self.router.choose(sent.asked))
-        candidate.out = out
+        to = self._chosen(self.router.choose(sent.asked, leave_out=(sent.to.number,)))
         self.clients.records.open[item.id].attempt += 1
         self.n_moved += 1
         self._submit(SentItem(item, sent.asked, to), self._request(item), now)
@@ -369,7 +367,7 @@ class FleetSimulation:
         if enough is not None and n > max(enough, setup.replicas) and not self._starting:
             saved_s = self.autoscaler.saved_s
             worst = min(stay, key=lambda one: saved_s.get(_name(one), 0.0))
-            self.router.candidates[worst.number].out = True
+            self.router.candidates.change(worst.number, out=True)
 
     def _leaves(self, one: SimReplica) -> bool:
         return self.router.candidates[one.number].out
@@ -379,7 +377,7 @@ class FleetSimulation:
         made.began = made.simulation.clock.now = now
         if self.setup.roles:
             made.role = lacking(self.setup.roles, [one.role for one in self.replicas.values()])
-            self.router.candidates[made.number].role = made.role
+            self.router.candidates.change(made.number, role=made.role)
         self.replicas[made.number] = made
         self._say(made, tells=True)
         self._hear(now)
