@@ -19,7 +19,6 @@ from heapq import heappop, heappush
 from jserve.errors import ConfigError
 from jserve.fleet.asking import Asking
 from jserve.fleet.autoscale import Autoscaler
-from jserve.fleet.describe import view_of
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import (
     after_prefill,
@@ -35,9 +34,8 @@ from jserve.fleet.router import POLICIES, ReplicaRouter
 from jserve.fleet.shared_pages import check_shares_pages
 from jserve.fleet.suspicion import RetryBudget
 from jserve.ports import RunnerLimits
-from jserve.sched.stats import SchedStats
 from jserve.sim.pages import SharedPages
-from jserve.sim.replica import Said, SentItem, SimReplica
+from jserve.sim.replica import Messages, SentItem, SimReplica
 from jserve.sim.simulate import (
     Clients,
     Run,
@@ -47,6 +45,7 @@ from jserve.sim.simulate import (
     simulate,
     without_deadlines,
 )
+from jserve.sim.totals import together
 from jserve.sim.trace import TraceItem, request_of
 from jserve.types import Finish, Output, Request
 
@@ -115,9 +114,8 @@ class FleetSimulation:
         self._starting: list[float] = []
         """Times at which those that were started will be ready."""
         self._next_sample = 0.0
-        self._said: list[Said] = []
-        """A heap of the messages that the router has not heard yet."""
-        self._n_said = 0
+        self._messages = Messages()
+        """Those that the router has not heard yet."""
         self._sent: dict[str, SentItem] = {}
         """By id of a request or prefill, in the order in which they were sent."""
         self._rebalances, self._next_look = RetryBudget(), 0.0
@@ -301,7 +299,7 @@ class FleetSimulation:
         if prefills:
             heappush(self._ends, one.now)
         tells = one.now - one.told_at > VIEW_S or not one.busy
-        self._say(one, self.clients.take_ended(), prefills, tells=tells)
+        self._messages.say(one, self.clients.take_ended(), prefills, tells=tells)
         if one.now >= self._next_sample:
             self._sample(one.now)
         self._scale(one.now)
@@ -310,31 +308,9 @@ class FleetSimulation:
         sent = None if output.finish is None else self._sent.get(output.request_id)
         return sent is not None and sent.is_prefill
 
-    def _say(
-        self,
-        one: SimReplica,
-        ended: Seq[tuple[str, int]] = (),
-        prefills: Seq[Output] = (),
-        *,
-        tells: bool,
-    ) -> None:
-        """Queue what ``one`` says now; ``tells``: its view is among it."""
-        if not tells and not ended and not prefills:
-            return
-        view, pages = None, []
-        if tells:
-            engine, one.told_at = one.simulation.engine, one.now
-            n_taken = one.n_sent - engine.n_unread
-            view = view_of(one.simulation.scheduler, n_taken, page_s=engine.page_s)
-            pages = one.log.take()
-        self._n_said += 1
-        said = Said(one.now, self._n_said, one, ended, prefills, view, pages)
-        heappush(self._said, said)
-
     def _hear(self, now: float) -> None:
         """The router hears what was said until ``now``."""
-        while self._said and self._said[0].at <= now:
-            said = heappop(self._said)
+        for said in self._messages.until(now):
             self.router.ended(said.by.number, len(said.ended) + len(said.prefills))
             for id, n_tokens in said.ended:
                 sent = self._sent.pop(id, None)
@@ -381,7 +357,7 @@ class FleetSimulation:
             made.role = lacking(self.setup.roles, [one.role for one in self.replicas.values()])
             self.router.candidates[made.number].role = made.role
         self.replicas[made.number] = made
-        self._say(made, tells=True)
+        self._messages.say(made, tells=True)
         self._hear(now)
         made.told_at = -math.inf  # it says how its first step went too
 
@@ -403,37 +379,9 @@ class FleetSimulation:
         ended = max([one.now for one in self.replicas.values()])
         for one in self.replicas.values():
             one.ended = ended
-        every = [*self.ended, *self.replicas.values()]
-        runs = [one.simulation.result() for one in every]
-        replica_s = sum([one.ended - one.began for one in every])
-        share = (ended - began) / replica_s if replica_s else 0.0
         return dataclasses.replace(
-            runs[0],
-            stats=_sum([run.stats for run in runs]),
-            n_evicted=sum(run.n_evicted for run in runs),
-            n_steps=sum(run.n_steps for run in runs),
-            n_tokens=sum(run.n_tokens for run in runs),
-            busy_s=sum(run.busy_s for run in runs) * share,
-            counters={k: sum(run.counters[k] for run in runs) for k in runs[0].counters},
-            moved_s=sum(run.moved_s for run in runs),
-            began=began,
-            ended=ended,
+            together([*self.ended, *self.replicas.values()], began, ended),
             samples=self.samples,
-            by_replica=[run.n_tokens for run in runs],
-            replica_s=replica_s,
             n_remote=self.n_remote if self.setup.roles else None,
             role_changes=self._role_changes if self.setup.auto_roles else None,
         )
-
-
-def _sum(all_stats: list[SchedStats]) -> SchedStats:
-    """Those of all engines together."""
-    names = [f.name for f in dataclasses.fields(SchedStats) if f.name not in _LEVELS]
-    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
-    lanes = {k: sum(stats.lanes[k] for stats in all_stats) for k in all_stats[0].lanes}
-    most = {name: max(getattr(stats, name) for stats in all_stats) for name in _MOST}
-    return SchedStats(**totals, **most, lanes=lanes)
-
-
-_MOST = ("overload_level", "overload_load")
-_LEVELS = {*_MOST, "lanes"}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from jserve.engine.view import PageEvent, View
 from jserve.fleet.autoscale import ReplicaLoad
+from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
 from jserve.fleet.route import Asked
 from jserve.ports import RunnerLimits
@@ -84,3 +86,36 @@ class SimReplica:
         demand = scheduler.demand
         queue_s = scheduler.gate.queue_s()
         return ReplicaLoad(offered_s=demand.offered_s, saved_s=demand.saved_s, queue_s=queue_s)
+
+
+class Messages:
+    """What replicas said, in the order of time."""
+
+    def __init__(self) -> None:
+        self._heap: list[Said] = []
+        self._n = 0
+
+    def say(
+        self,
+        one: SimReplica,
+        ended: Seq[tuple[str, int]] = (),
+        prefills: Seq[Output] = (),
+        *,
+        tells: bool,
+    ) -> None:
+        """Queue what ``one`` says now; ``tells``: its view is among it."""
+        if not tells and not ended and not prefills:
+            return
+        view, pages = None, []
+        if tells:
+            engine, one.told_at = one.simulation.engine, one.now
+            n_taken = one.n_sent - engine.n_unread
+            view = view_of(one.simulation.scheduler, n_taken, page_s=engine.page_s)
+            pages = one.log.take()
+        self._n += 1
+        heappush(self._heap, Said(one.now, self._n, one, ended, prefills, view, pages))
+
+    def until(self, now: float) -> Iterator[Said]:
+        """Those that are said by ``now``, each once."""
+        while self._heap and self._heap[0].at <= now:
+            yield heappop(self._heap)

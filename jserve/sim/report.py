@@ -22,10 +22,10 @@ from rich.table import Table
 
 from jserve.sim.records import Done, Record, seconds_of
 from jserve.sim.simulate import Run
+from jserve.sim.spread import spread
 from jserve.sim.trace import TraceItem
 
 ALL = "all"
-POINTS = (50, 90, 99)
 WIDTH = 150
 """Columns of a table that goes to no terminal."""
 Report = dict[str, Any]
@@ -183,15 +183,6 @@ def _lane(done: list[Done], gaps_s: np.ndarray, slo: Slo, seconds: float) -> dic
         "goodput_request_s": _rate(good, seconds),
         "goodput_tok_s": _rate(sum(d.n_output for d in done if slo.kept(d)), seconds),
     }
-
-
-def spread(seconds: Seq[float] | np.ndarray) -> dict[str, float] | None:
-    """p50, p90, p99 and max in milliseconds; None for no values."""
-    if not len(seconds):
-        return None
-    values = np.percentile(np.asarray(seconds, float), [*POINTS, 100])
-    names = [*(f"p{q}" for q in POINTS), "max"]
-    return {name: round(float(v) * 1e3, 3) for name, v in zip(names, values, strict=True)}
 
 
 def timeline(done: Iterable[Done], slo: Slo, bin_s: float) -> list[tuple[float, int, int, int]]:
