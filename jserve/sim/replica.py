@@ -18,6 +18,7 @@ from jserve.fleet.page_log import PageLog
 from jserve.fleet.route import Asked
 from jserve.ports import RunnerLimits
 from jserve.sim.device import SimClock
+from jserve.sim.faults import Outage
 from jserve.sim.pages import SharedPages
 from jserve.sim.simulate import Clients, Setup, Simulation
 from jserve.sim.trace import TraceItem
@@ -48,10 +49,19 @@ class SentItem:
     is_prefill: bool = False
     """Only its prompt is computed there, for whoever answers it."""
     still_open: set[int] = dataclasses.field(init=False)
-    """Choices whose client did not hang up before the answer began."""
+    """Choices whose client did not hang up."""
 
     def __post_init__(self) -> None:
         self.still_open = {*range(len(self.item.outputs))}
+
+    def hang_up(self, index: int | None) -> None:
+        """Its client wants no more of choice ``index``, or of any."""
+        self.still_open -= self.still_open if index is None else {index}
+
+    @property
+    def hung_up(self) -> set[int]:
+        """Choices that its client wants no more."""
+        return {*range(len(self.item.outputs))} - self.still_open
 
 
 class SimReplica:
@@ -71,6 +81,12 @@ class SimReplica:
         self.simulation.scheduler.resources.cache.listener = self.log
         self.n_sent = 0
         self.told_at = -math.inf
+        self.heard_at = 0.0
+        """The time at which it last said something, or got something to do."""
+        self.outputs: list[Output] | None = None
+        """Those of its last step, until its clients have them; None: they do."""
+        self.outage: Outage | None = None
+        """It is lost: its engine makes no more steps."""
 
     @property
     def now(self) -> float:
@@ -78,7 +94,18 @@ class SimReplica:
 
     @property
     def busy(self) -> bool:
-        return self.simulation.engine.busy
+        return self.outage is None and self.simulation.engine.busy
+
+    @property
+    def idle(self) -> bool:
+        """It has nothing to do and nothing to tell."""
+        return self.outage is None and not self.busy and self.outputs is None
+
+    def lose(self, outage: Outage) -> None:
+        """Its engine ends, or hangs: nobody gets what its last step has not told yet."""
+        self.outage, self.outputs = outage, None
+        self.simulation.clock.now = outage.fault.at
+        self.simulation.runner.lose(outage.fault.at)
 
     @property
     def load(self) -> ReplicaLoad:

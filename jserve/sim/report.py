@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jserve.sim.fault_report import fault_line, fault_report
 from jserve.sim.records import Done, Record, seconds_of
 from jserve.sim.simulate import Run
 from jserve.sim.spread import spread
@@ -86,6 +87,7 @@ def summarise(run: Run, slo: Slo) -> Report:
         "queue": _queue(run),
         "unsent_turns": run.records.n_unsent,
         "replicas": _replicas(run),
+        "faults": fault_report(run, slo.kept),
         "lanes": {
             name: _lane(done, _gaps(run, name), slo, run.seconds) for name, done in groups.items()
         },
@@ -268,6 +270,10 @@ def _show(reports: Seq[tuple[str, Report]], title: str, console: Console) -> Non
     console.print(table)
     for label, report in reports:
         console.print(f"{label + ': ' if swept else ''}{_line(report)}", highlight=False)
+        if report["faults"]:
+            console.print(
+                fault_line(report["faults"], report["lanes"][ALL]["itl_ms"]), highlight=False
+            )
 
 
 def _line(report: Report) -> str:
