@@ -14,7 +14,7 @@ NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ReplicaFault:
     """At ``at`` the replica with the most open requests dies, or makes no more steps."""
 
     kind: str
@@ -30,7 +30,7 @@ class Fault:
 class Outage:
     """A replica that is lost. Times in simulated seconds; infinite for what has not come."""
 
-    fault: Fault
+    fault: ReplicaFault
     replica: int
     """Its number."""
     noticed_at: float = math.inf
@@ -44,7 +44,7 @@ class Outage:
         return self.fault.at <= at < self.ready_at
 
 
-def parse_faults(text: str) -> tuple[Fault, ...]:
+def parse_faults(text: str) -> tuple[ReplicaFault, ...]:
     """The faults of ``death=60,hang=120.5``; (): there are none.
 
     Raises:
@@ -55,19 +55,19 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     return tuple([_parsed(part, text) for part in text.split(",")])
 
 
-def _parsed(part: str, text: str) -> Fault:
+def _parsed(part: str, text: str) -> ReplicaFault:
     kind, _, at = part.partition("=")
     try:
-        fault = Fault(kind.strip(), float(at))
+        fault = ReplicaFault(kind.strip(), float(at))
     except ValueError:
-        fault = Fault("", 0.0)
+        fault = ReplicaFault("", 0.0)
     if fault.kind not in KINDS or not 0 <= fault.at < math.inf:
         why = f"must be {NONE} or like death=60,hang=120.5 (seconds), not {text[:80]!r}"
         raise ConfigError(f"faults {why}", field="faults")
     return fault
 
 
-def check_faults(faults: Seq[Fault], most_replicas: int, batching: str) -> None:
+def check_faults(faults: Seq[ReplicaFault], most_replicas: int, batching: str) -> None:
     """Raises ConfigError for ``faults`` where nobody could go on."""
     if not faults:
         return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jserve.errors import ConfigError
 from jserve.fleet.member import OVERDUE_S, OVERDUE_STEPS
-from jserve.sim.faults import DEATH, Fault, Outage
+from jserve.sim.faults import DEATH, Outage, ReplicaFault
 from jserve.sim.replica import SimReplica
 from jserve.sim.trace import TraceItem
 
@@ -76,7 +76,7 @@ class Outages:
             why = f"all requests ended at {ended:.3f} s, before {self._left[0]}"
             raise ConfigError(f"faults: {why}", field="faults")
 
-    def _lose(self, fault: Fault) -> None:
+    def _lose(self, fault: ReplicaFault) -> None:
         """The replica with the most open requests makes no more steps; the router knows nothing of it."""
         fleet, now = self._fleet, fault.at
         fleet.hear(now)

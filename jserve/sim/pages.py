@@ -33,7 +33,7 @@ class SharedPages:
             self._since[digest], self._writers[digest] = now, by
 
     def lose(self, writer: PageThread, now: float) -> None:
-        """What ``writer`` has not written by ``now`` it never will."""
+        """Pages that ``writer`` has not written by ``now`` it never will."""
         lost = [d for d, at in self._since.items() if at > now and self._writers[d] is writer]
         for digest in lost:
             del self._since[digest], self._writers[digest]

@@ -102,7 +102,7 @@ class SimReplica:
         return self.outage is None and not self.busy and self.outputs is None
 
     def lose(self, outage: Outage) -> None:
-        """Its engine ends, or hangs: nobody gets what its last step has not told yet."""
+        """Its engine ends, or hangs: nobody gets outputs of its last step that were not told yet."""
         self.outage, self.outputs = outage, None
         self.simulation.clock.now = outage.fault.at
         self.simulation.runner.lose(outage.fault.at)
@@ -116,7 +116,7 @@ class SimReplica:
 
 
 class Messages:
-    """What replicas said, in the order of time."""
+    """Those of replicas, in the order of time."""
 
     def __init__(self) -> None:
         self._heap: list[Said] = []

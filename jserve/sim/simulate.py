@@ -34,7 +34,7 @@ from jserve.sched.scheduler import Scheduler
 from jserve.sched.stats import SchedStats
 from jserve.sim.costs import MAX_PREFILL_ROWS, Device, ladder
 from jserve.sim.device import SimClock, SimRunner
-from jserve.sim.faults import Fault, Outage, check_faults
+from jserve.sim.faults import Outage, ReplicaFault, check_faults
 from jserve.sim.pages import SharedPages
 from jserve.sim.records import Done, Record, Records
 from jserve.sim.trace import EOS, OVERRUN, VOCAB, Streams, TraceItem, request_of
@@ -103,7 +103,7 @@ class Setup:
     """They follow the load."""
     transfer_gb_s: float = 0.0
     """GB/s at which replicas with roles write pages for others, or read them; 0: as they copy them to host memory."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ReplicaFault, ...] = ()
     """Replicas that are lost."""
     journal: Journal | None = None
     watch: Watch | None = None

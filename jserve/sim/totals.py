@@ -14,7 +14,7 @@ _LEVELS = {*_MOST, "lanes"}
 
 
 def together(replicas: Seq[SimReplica], began: float, ended: float) -> Run:
-    """What ``replicas``, which served the same clients, did from ``began`` to ``ended``."""
+    """The run of ``replicas``, which served the same clients from ``began`` to ``ended``."""
     runs = [one.simulation.result() for one in replicas]
     replica_s = sum([one.ended - one.began for one in replicas])
     share = (ended - began) / replica_s if replica_s else 0.0

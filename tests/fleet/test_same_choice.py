@@ -11,7 +11,7 @@ from jserve.fleet.roles import DECODE
 from jserve.fleet.route import PREFILL
 from jserve.sim import traffic
 from jserve.sim.costs import Device
-from jserve.sim.faults import KINDS, Fault
+from jserve.sim.faults import KINDS, ReplicaFault
 from jserve.sim.simulate import Setup
 from tests.fleet.virtual import Choices, RecordedSimulation, live_choices, simulated_choices
 
@@ -65,7 +65,7 @@ def test_requests_of_a_lost_replica_go_on_where_a_live_front_has_them_go_on(kind
     for seed in range(1, 4):
         text = "prefixes=24,prefix=400,zipf=0,prompt=60,prompt_sigma=0.2,output=120,context=1000,rate=20,n=120"
         trace = traffic.generate(traffic.parse(text), seed)
-        made = RecordedSimulation(trace, setup(faults=(Fault(kind, 2.03),), start_s=2.0))
+        made = RecordedSimulation(trace, setup(faults=(ReplicaFault(kind, 2.03),), start_s=2.0))
         run = made.run()
         simulated, live = made.choices, live_choices(trace, made.setup, run.outages)
         resumed = [d.id for d in run.records.done if d.n_resumed]

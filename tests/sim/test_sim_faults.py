@@ -18,7 +18,7 @@ from jserve.fleet import face
 from jserve.fleet.member import OVERDUE_S, OVERDUE_STEPS
 from jserve.fleet.roles import DECODE
 from jserve.fleet.route import PREFILL
-from jserve.sim.faults import DEATH, HANG, KINDS, Fault, parse_faults
+from jserve.sim.faults import DEATH, HANG, KINDS, ReplicaFault, parse_faults
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.lost_requests import PATIENCE
 from jserve.sim.outages import DEATH_NOTICED_S, LOOKS_S
@@ -296,7 +296,7 @@ def test_a_choice_is_given_up_meanwhile_and_the_others_go_on():
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_waits_for_a_prompt_is_answered_without_it(kind: str):
     made = with_roles({PREFILL: 1, DECODE: 1}, 0.2)
-    made = dataclasses.replace(made, faults=(Fault(kind, 0.9),), start_s=2.0)
+    made = dataclasses.replace(made, faults=(ReplicaFault(kind, 0.9),), start_s=2.0)
     played, run = play([item("1", 0.0, 33, 3), item("2", 8.0, 33, 3)], made)
     found, [outage] = done(run), run.outages
     assert (run.n_remote, run.n_remote_failed) == (1, 1)
@@ -310,7 +310,9 @@ def test_who_waits_for_a_prompt_is_answered_without_it(kind: str):
 
 @pytest.mark.usefixtures("apart")
 def test_a_client_hangs_up_while_its_prompt_is_computed_by_a_lost_replica():
-    made = dataclasses.replace(with_roles({PREFILL: 1, DECODE: 1}, 0.2), faults=(Fault(HANG, 0.3),))
+    made = dataclasses.replace(
+        with_roles({PREFILL: 1, DECODE: 1}, 0.2), faults=(ReplicaFault(HANG, 0.3),)
+    )
     left = item("1", 0.0, 33, 3, cancels=((0.6, None),))
     _, run = play([left, item("2", 8.0, 33, 3)], made)
     assert (done(run)["1"].finish, done(run)["1"].end) == ("abort", 0.6)
@@ -344,9 +346,9 @@ def random_trace(draw: random.Random) -> list[TraceItem]:
     return [*found, item("999999", 25.0, 9, 2)]
 
 
-def random_faults(draw: random.Random, most: int) -> tuple[Fault, ...]:
+def random_faults(draw: random.Random, most: int) -> tuple[ReplicaFault, ...]:
     times = [draw.uniform(0, 10) for _ in range(draw.randint(1, most))]
-    return tuple(Fault(draw.choice(KINDS), at) for at in times)
+    return tuple(ReplicaFault(draw.choice(KINDS), at) for at in times)
 
 
 SEEDS = range(30)
@@ -489,9 +491,12 @@ def test_it_is_as_patient_and_looks_as_often_as_a_live_front():
 
 def test_none_are_none():
     assert parse_faults("") == parse_faults("none") == ()
-    assert parse_faults(" hang=1e2, death=3") == (Fault(HANG, 100.0), Fault(DEATH, 3.0))
+    assert parse_faults(" hang=1e2, death=3") == (
+        ReplicaFault(HANG, 100.0),
+        ReplicaFault(DEATH, 3.0),
+    )
     with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(setup(), faults=(Fault(DEATH, 1.0),))
+        dataclasses.replace(setup(), faults=(ReplicaFault(DEATH, 1.0),))
     assert caught.value.field == "faults"
 
 
