@@ -371,7 +371,13 @@ def serving_engine(
         from jserve.fleet.start import fleet_engine
 
         model = config.model.model or str(shipped())
-        return fleet_engine(config, "jserve.build:engine", model=model, **given)
+
+        def write(source: Any) -> str:
+            from jserve.weights.for_replicas import write_for_replicas  # imports jax
+
+            return write_for_replicas(source, located(config, weights=False))
+
+        return fleet_engine(config, "jserve.build:engine", model=model, write=write, **given)
     check_one_engine(config)
     from jserve.engine.async_engine import AsyncEngine
     from jserve.engine.client import InprocClient, ProcClient

@@ -83,8 +83,9 @@ class Operations(ABC):
                 made, and no second one kept. Where their owner deletes or donates one of them, requests end with
                 ``weights_error`` until there are other weights.
             canary: with replicas, the share of new requests that are answered by a few replicas with the new
-                weights until the same update comes without it, or ``rollback_weights``. With replicas ``source`` is
-                a directory, and replicas take it one after the other.
+                weights until the same update comes without it, or ``rollback_weights``. Replicas take ``source`` one
+                after the other; what is no directory is written to one first, below ``TMPDIR``, which all of them
+                have to see, and stays there while it may be needed.
             analysis: bounds by which a canary is promoted or rolled back without being asked, by what is measured
                 (``fleet.canary.Analysis``; ``{}`` has its defaults).
 

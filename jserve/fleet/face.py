@@ -24,14 +24,15 @@ from jserve.engine.streams import Stream
 from jserve.engine.wire import Control, HandleCommand, HandleReply, Message, Outputs, Stats
 from jserve.errors import EngineDead, JserveError, NotReady, RequestFailed
 from jserve.fleet.autoscale import Autoscaler
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.commands import HandlePlaces, check_for_all
+from jserve.fleet.exits import hang_up_on_ending, machine_id
 from jserve.fleet.guarded import GuardedCalls
 from jserve.fleet.member import Member, all_unfit, state_of
 from jserve.fleet.placement import REFUSALS, RequestPlacement
 from jserve.fleet.role_control import RoleControl
 from jserve.fleet.roles import DECODE, exchanged, lacking
-from jserve.fleet.rollout import ACTIONS, Rollout
-from jserve.fleet.route import PREFILL
+from jserve.fleet.rollout import ACTIONS, Rollout, Write
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.scale_down import ScaleDown
 from jserve.fleet.source import ReplicaSource
@@ -42,7 +43,7 @@ from jserve.types import HandleInfo, Output
 
 log = logging.getLogger(__name__)
 
-STARTING, LOOKS_S = "start replicas", 0.05
+STARTING, LOOKS_S, EXIT_LOOKS_S = "start replicas", 0.05, 0.02
 PATIENCE = 2
 """A machine takes several replicas with it, so a request may meet more than one loss by chance."""
 REJOIN_S = 0.25
@@ -60,6 +61,7 @@ class FleetEngine(EngineFace):
         hedge_share: of requests of lane interactive, those that may be sent twice when their first token is late.
         audit_share: of requests, those whose answers are computed once more and compared.
         model: the weights that replicas start with, as ``update_weights`` takes them.
+        write: as ``fleet.rollout.Write``.
         autoscaler: says which replicas are no longer needed, where ``source`` starts more by the load.
         health: limits of ``degraded_reasons`` of each replica.
         clock: monotonic seconds.
@@ -82,6 +84,7 @@ class FleetEngine(EngineFace):
         hedge_share: float = 0.0,
         audit_share: float = 0.0,
         model: str = "",
+        write: Write | None = None,
         autoscaler: Autoscaler | None = None,
         health: HealthLimits | None = None,
         clock: Clock = time.monotonic,
@@ -94,7 +97,7 @@ class FleetEngine(EngineFace):
         self.suspicion = Suspicion()
         self._scale_down = ScaleDown(source, self.suspicion, autoscaler or Autoscaler())
         self._roles, self._role_control = roles or {}, role_control
-        self._rollout = Rollout(model, self._ask, self._weigh, clock)
+        self._rollout = Rollout(model, self._ask, self._weigh, clock, write)
         self._members: dict[str, Member] = {}
         self._listed: set[str] = set()
         self._handles = HandlePlaces()
@@ -163,6 +166,7 @@ class FleetEngine(EngineFace):
         self._placement.short_context = self._info["short_context"]
         self._placement.kv_features = self._info["kv_features"]
         self._spawn(self._watch())
+        self._spawn(self._watch_exits())
         return self._info
 
     async def close(self) -> None:
@@ -173,6 +177,7 @@ class FleetEngine(EngineFace):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(one.supervisor.close() for one in self._members.values()))
         await self._source.close()
+        self._rollout.close()
 
     def stats(self) -> Stats:
         summed = totals(one.stats for one in self.members)
@@ -280,11 +285,13 @@ class FleetEngine(EngineFace):
         if self._members.get(member.name) is not member:
             return
         record = self.suspicion.records[member.name]
-        candidate = self._router.candidates[member.number]
-        candidate.suspicion = record.factor
         unfit = bool(member.unfit) and any(not one.unfit for one in self.members)
-        candidate.out = record.out or member.silent or member.updating or unfit
-        candidate.role = member.role
+        self._router.candidates.change(
+            member.number,
+            suspicion=record.factor,
+            out=record.out or member.silent or member.updating or unfit,
+            role=member.role,
+        )
 
     # -- requests
 
@@ -377,6 +384,12 @@ class FleetEngine(EngineFace):
                 for member in self.members:
                     member.heard_at = self._clock()
             self.look()
+
+    async def _watch_exits(self) -> None:
+        machine = machine_id()
+        while True:
+            await asyncio.sleep(EXIT_LOOKS_S)
+            self._guarded.run([lambda: hang_up_on_ending(self.members, machine)])
 
     def look(self) -> None:
         """Move the work of silent and of slow replicas elsewhere, and that of those who wait for too long; see what

@@ -46,6 +46,7 @@ from jserve.engine.wire import (
 from jserve.errors import EngineDead
 from jserve.fleet.autoscale import LOAD_VALUES
 from jserve.fleet.describe import describe
+from jserve.fleet.exits import machine_id
 from jserve.fleet.link import Endpoint, FrameLink, FrontServer
 from jserve.fleet.serve_policy import RETIRED
 from jserve.types import Output, Request
@@ -267,7 +268,8 @@ def described(build: str) -> Build:
         page_size = engine.scheduler.resources.cache.page_size
         limits = engine.scheduler.limits
         names = {"page_size": page_size, "short_context": limits.short_context}
-        info = {**info, **names, "kv_features": sorted(limits.kv_names), "pid": os.getpid()}
+        own_facts = {"pid": os.getpid(), "machine": machine_id()}
+        info = {**info, **names, "kv_features": sorted(limits.kv_names), **own_facts}
         if not cache.kv_events:
             describe(engine)
             return engine, info

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -65,6 +67,9 @@ class Endpoint(NamedTuple):
 class FrameLink(asyncio.Protocol):
     """One end of a connection.
 
+    What an engine's thread sends leaves at once: the event loop would get to it only when that thread waits, a step's
+    planning later.
+
     Args:
         on_payload: gets each frame's payload, on the event loop; what it raises ends the connection.
         on_closed: is told once, with the reason, when the connection is over.
@@ -81,8 +86,12 @@ class FrameLink(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._received, self._most = bytearray(), MAX_HELLO_BYTES
-        self._lock, self._leaving = threading.Lock(), bytearray()
-        """Frames may come from any thread; they leave from the loop's."""
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        """Where frames leave; ``_transport`` only receives. Guarded by the lock, as is all below."""
+        self._unsent = bytearray()
+        self._full = self._closing = self._over = False
+        """The kernel takes no more now; hang up once all is sent; nothing is sent any more."""
         self._why = "the other end hung up"
 
     def authenticated(self) -> None:
@@ -90,20 +99,23 @@ class FrameLink(asyncio.Protocol):
         self._most = 0
 
     def send(self, frames: bytes) -> None:
-        """From any thread; what is sent meanwhile leaves together. To one that is closed: dropped."""
+        """From any thread, without waiting. To one that is closed: dropped."""
         with self._lock:
-            first = not self._leaving
-            self._leaving += frames
-        if first:
-            self._loop.call_soon_threadsafe(self._flush)
+            if self._over:
+                return
+            self._unsent += frames
+            if self._socket is not None and not self._full:
+                self._send(self._socket)
 
     def close(self) -> None:
         """From any thread: send what is left, then hang up."""
         self._loop.call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
-        self._flush()
-        if self._transport is not None:
+        with self._lock:
+            self._closing = True
+            full = self._full
+        if self._transport is not None and not full:
             self._transport.close()
 
     def abort(self, why: str) -> None:
@@ -112,17 +124,45 @@ class FrameLink(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _flush(self) -> None:
-        if self._transport is None:
-            return
+    def _send(self, to: socket.socket) -> None:
+        """With the lock: what the kernel takes now. The loop sends the rest."""
+        try:
+            del self._unsent[: to.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it is over, as the loop will hear
+            self._unsent.clear()
+        if self._unsent and not self._full:
+            self._full = True
+            self._loop.call_soon_threadsafe(self._wait)
+
+    def _wait(self) -> None:
+        if self._socket is not None:
+            self._loop.add_writer(self._socket, self._send_rest)
+
+    def _send_rest(self) -> None:
+        """On the loop: the kernel takes more."""
         with self._lock:
-            frames, self._leaving = bytes(self._leaving), bytearray()
-        if frames and not self._transport.is_closing():
-            self._transport.write(frames)
+            if self._socket is None:
+                return
+            self._send(self._socket)
+            self._full = bool(self._unsent)
+            if self._full:
+                return
+            self._loop.remove_writer(self._socket)
+        if self._closing:
+            self._close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._flush()
+        number = os.dup(transport.get_extra_info("socket").fileno())
+        with self._lock:
+            self._socket = socket.socket(fileno=number)
+            self._socket.setblocking(False)
+            if self._unsent:
+                self._send(self._socket)
+        if self._closing:
+            self._close()
 
     def data_received(self, data: bytes) -> None:
         self.heard_at = time.monotonic()
@@ -141,6 +181,12 @@ class FrameLink(asyncio.Protocol):
             self.abort(f"it said what cannot be read: {type(error).__name__}")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        with self._lock:
+            sending, self._socket, self._over = self._socket, None, True
+            self._unsent.clear()
+        if sending is not None:
+            self._loop.remove_writer(sending)
+            sending.close()
         self._on_closed(self._why if exc is None else f"{type(exc).__name__}: {exc}")
 
 

@@ -19,6 +19,8 @@ from jserve.types import Request
 OVERDUE_STEPS, OVERDUE_S = 5, 0.9
 """A replica that has work is silent when it says nothing for so many of its usual steps and so many seconds: what it
 worked on should go on elsewhere within a second and those steps, and who looks does so now and then."""
+QUIET_S = 0.01
+"""A replica that has work is quiet when it says nothing for so many seconds."""
 
 
 class Member(Replica):
@@ -94,6 +96,10 @@ class Member(Replica):
         limit_s = OVERDUE_STEPS * self.view.step_s + OVERDUE_S
         late = self._clock() - self.heard_at > limit_s
         return late and self.n_open > 0 and not self.updating
+
+    def is_quiet(self) -> bool:
+        """It has said nothing for a moment while there is work: it makes a long step, or is no more."""
+        return self._clock() - self.heard_at >= QUIET_S and self.n_open > 0
 
 
 def state_of(member: Member, record: TrustRecord, odd: int = 0) -> ReplicaState:

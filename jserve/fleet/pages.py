@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence as Seq
 
+import numpy as np
+
 from jserve.engine.view import DIGEST_BYTES, PageEvent
 from jserve.fleet.prompts import SentPrompts
 from jserve.kv.tiers import TOKEN_BYTES, digest_after, packed, root_digest
@@ -54,15 +56,14 @@ class PageIndex:
         for digest in [d for d, mask in self._held.items() if mask >> replica & 1]:
             self._clear(digest, 1 << replica)
 
-    def known(self, digests: Seq[bytes], n: int) -> list[int]:
-        """Pages of the longest prefix of ``digests`` that each of ``n`` replicas holds."""
-        found, sent = [0] * n, self._sent.shared(digests)
-        for n_pages, mask in [*self._held_prefixes(digests, (1 << n) - 1), *sent]:
+    def known(self, digests: Seq[bytes], n: int) -> np.ndarray:
+        """Pages of the longest prefix of ``digests`` that each of ``n`` replicas holds, float64 [n]."""
+        found, sent = np.zeros(n), self._sent.shared(digests)
+        for n_pages, mask in sorted([*self._held_prefixes(digests, (1 << n) - 1), *sent]):
             while mask:
                 i = mask.bit_length() - 1
                 mask ^= 1 << i
-                if n_pages > found[i]:
-                    found[i] = n_pages
+                found[i] = n_pages  # no fewer than before
         slides = self._slides & (1 << n) - 1
         for i in range(slides.bit_length()):
             if slides >> i & 1:
@@ -72,8 +73,9 @@ class PageIndex:
     def _held_prefixes(self, digests: Seq[bytes], mask: int) -> list[tuple[int, int]]:
         """(n, mask) for each n > 0: of the replicas of ``mask``, those whose longest held prefix has n pages."""
         held, found = self._held.get, []
-        parts = [(-1, mask, len(digests), 0)]
+        at_first = held(digests[0], 0) & mask if digests else 0
         # Those in ``at_low`` hold page number ``low``, those in ``at_high`` number ``high`` too.
+        parts = [(0, at_first, len(digests), 0)] if at_first else []
         while parts:
             low, at_low, high, at_high = parts.pop()
             while high - low > 1:
@@ -85,8 +87,7 @@ class PageIndex:
                 if here != at_high:
                     parts.append((middle, here, high, at_high))
                 high, at_high = middle, here
-            if low >= 0:
-                found.append((low + 1, at_low & ~at_high))
+            found.append((low + 1, at_low & ~at_high))
         return found
 
     def _one_by_one(self, digests: Seq[bytes], replica: int, sent: Seq[tuple[int, int]]) -> int:

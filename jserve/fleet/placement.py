@@ -266,14 +266,11 @@ class RequestPlacement:
 
     def _send_elsewhere(self, stream: Stream, sent: Sent, why: str) -> None:
         """``stream``, which its replica has no more, goes on at the cheapest other one."""
-        candidate = self.router.candidates[sent.member.number]
-        out, candidate.out = candidate.out, True
         stream.replica = None
         stream.excuse()
         self.n_moved += 1
         self.park([stream], why)
-        self.go_on()
-        candidate.out = out
+        self.go_on(leave_out=(sent.member.number,))
 
     def over(self, stream: Stream) -> None:
         """Nobody waits for ``stream`` any more."""
@@ -321,42 +318,34 @@ class RequestPlacement:
     def _choose_other(self, stream: Stream, names: Collection[str]) -> Sent | None:
         """The cheapest replica for the request of ``stream`` but those of ``names``, with the weights that ``stream``
         comes from; it is taken to be sent there."""
-        members = {one.number: one for one in self._ready}
-        if not members:
-            return None
-        candidates = self.router.candidates
+        others = {one.number: one for one in self._ready if one.name not in names}
         asked = msgspec.structs.replace(self.asked_of(stream.request), weights=stream.weights)
-        were_out = [candidate.out for candidate in candidates]
+        leave_out = [i for i in range(len(self.router.candidates)) if i not in others]
         try:
-            for i, candidate in enumerate(candidates):
-                candidate.out = candidate.out or i not in members or members[i].name in names
-            choice = self.router.choose(asked)
+            choice = self.router.choose(asked, leave_out)
         except NotReady:
             return None
-        finally:
-            for candidate, was in zip(candidates, were_out, strict=True):
-                candidate.out = was
-        return Sent(asked, members[choice.replica], choice, self._clock())
+        return Sent(asked, others[choice.replica], choice, self._clock())
 
-    def go_on(self) -> None:
-        """Resume all that wait, each at the replica that is cheapest for it; those for whom there is none now
-        wait on."""
+    def go_on(self, leave_out: Collection[int] = ()) -> None:
+        """Resume all that wait, each at the replica that is cheapest for it, and none at those numbered ``leave_out``;
+        those for whom there is none now wait on."""
         for stream in self._resumption.take():
-            target = self._target(stream)
+            target = self._target(stream, leave_out)
             if target is None:
                 self._resumption.park([stream], "no replica", EngineDead.code)
             else:
                 self.sent.add(stream.request.id, target)
                 self._resumption.go_on(stream, target.member)
 
-    def _target(self, stream: Stream) -> Sent | None:
+    def _target(self, stream: Stream, leave_out: Collection[int]) -> Sent | None:
         """The replica that goes on with ``stream``, if there is one now: with the same weights, where something was
         told."""
         if self.closed or not self.page_size:
             return None
         asked = self.asked_of(stream.request, stream)
         try:
-            choice = self.router.choose(asked)
+            choice = self.router.choose(asked, leave_out)
         except NotReady:
             able = [one for one in self._ready if one.may_get and one.view.ready]
             if not able or any(one.weights == stream.weights for one in self._members.values()):

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
+from jserve.fleet.candidates import PREFILL, Candidate, CandidateTable
 from jserve.fleet.pages import PageIndex
-from jserve.fleet.route import PREFILL, Asked, Candidate, able_of, prices
+from jserve.fleet.route import Asked, able_of, prices
 
 MOST_LOOKED = 16
 """Requests that are priced in one look, so that a long queue takes no more of the front's time."""
@@ -38,7 +41,7 @@ class WaitingRequest:
 
 
 def waits_of(
-    sent: Iterable[tuple[str, Asked, int]], candidates: Seq[Candidate]
+    sent: Iterable[tuple[str, Asked, int]], candidates: CandidateTable
 ) -> list[WaitingRequest]:
     """The wait of each of ``sent``: (id, request, replica) of all that told nothing, in the order in which they were
     sent."""
@@ -59,13 +62,14 @@ def longest_waits(waiting: Iterable[WaitingRequest]) -> list[WaitingRequest]:
     return heapq.nsmallest(MOST_LOOKED, waits, key=lambda one: (-one.left_s, one.id))
 
 
-def goes_elsewhere(one: WaitingRequest, candidates: Seq[Candidate], pages: PageIndex) -> bool:
+def goes_elsewhere(one: WaitingRequest, candidates: CandidateTable, pages: PageIndex) -> bool:
     """Some other replica has room for ``one``, at less than the wait that is left."""
-    able = [i for i in able_of(one.asked, candidates) if i != one.replica]
-    free = [i for i in able if _is_free(candidates[i], one.asked)]
-    known = pages.known(one.asked.pages, len(candidates)) if free else []
-    found = prices(one.asked, candidates, known, free)
-    return any(total_s < one.left_s for total_s in found.total_s)
+    able = np.flatnonzero(able_of(one.asked, candidates, leave_out=(one.replica,))).tolist()
+    free = [number for number in able if _is_free(candidates[number], one.asked)]
+    if not free:
+        return False
+    found = prices(one.asked, candidates, pages.known(one.asked.pages, len(candidates)))
+    return bool((found.total_s[free] < one.left_s).any())
 
 
 def _is_free(candidate: Candidate, asked: Asked) -> bool:

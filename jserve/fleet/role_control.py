@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence as Seq
 
-from jserve.fleet.route import PREFILL, Candidate
+import numpy as np
+
+from jserve.fleet.candidates import CandidateTable
 
 WINDOW_S, CHANGE_S = 20.0, 10.0
 GAIN = 0.8
@@ -45,7 +46,7 @@ class RoleControl:
         self._changed_at = -math.inf
 
     def look(
-        self, now: float, prefill_s: float, decode_s: float, candidates: Seq[Candidate]
+        self, now: float, prefill_s: float, decode_s: float, candidates: CandidateTable
     ) -> int | None:
         """The number of the replica that changes its role at ``now``; None: none does. ``prefill_s`` and ``decode_s``
         are all that was sent so far, in seconds."""
@@ -69,20 +70,19 @@ class RoleControl:
         return found
 
 
-def who_changes(prefill: float, decode: float, candidates: Seq[Candidate]) -> int | None:
+def who_changes(prefill: float, decode: float, candidates: CandidateTable) -> int | None:
     """The number of the candidate that takes the other role under this load; None: none does. Of those that take
     requests at least one of each kind stays."""
-    able = [i for i, one in enumerate(candidates) if one.view.ready and not one.out]
-    helpers = [i for i in able if candidates[i].role == PREFILL]
-    n, p = len(able), len(helpers)
+    able, answers = candidates.takes_requests, candidates.answers
+    n, p = int(able.sum()), int((able & ~answers).sum())
     if n < 2:
         return None
     loads = {k: _load(prefill, decode, k, n) for k in range(n + 1)}
     best = min(range(1, n), key=lambda k: (loads[k], abs(k - p)))
     if loads[p] < LEAST or loads[best] > GAIN * loads[p]:
         return None
-    changing = helpers if best < p else [i for i in able if i not in helpers]
-    return min(changing, key=lambda i: (candidates[i].view.n_rows + candidates[i].n_sent, i))
+    changing = np.flatnonzero(able & (~answers if best < p else answers))
+    return int(changing[candidates.rows[changing].argmin()])
 
 
 def _load(prefill: float, decode: float, p: int, n: int) -> float:

@@ -12,22 +12,15 @@ function of views, in seconds::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
 
+import numpy as np
 from msgspec.structs import replace
 
 from jserve.errors import ConfigError
+from jserve.fleet.candidates import PREFILL, CandidateTable
 from jserve.fleet.pages import PageIndex
-from jserve.fleet.route import (
-    PREFILL,
-    Asked,
-    Candidate,
-    ReplicaChoice,
-    able_of,
-    choice_of,
-    prices,
-    route,
-)
+from jserve.fleet.route import Asked, ReplicaChoice, able_of, choice_of, prices, route
 
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
@@ -81,24 +74,23 @@ def exchanged(wanted: dict[str, int], role: str) -> dict[str, int]:
     return {name: n + (1 if name == role else -1) for name, n in wanted.items()}
 
 
-def prefill_at(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice | None:
+def prefill_at(asked: Asked, candidates: CandidateTable, pages: PageIndex) -> ReplicaChoice | None:
     """The replica that computes the prompt of ``asked`` for whoever answers; None: whoever answers does.
 
     Raises:
         NotReady: nobody answers it.
     """
-    helpers = [i for i in able_of(asked, candidates) if candidates[i].role == PREFILL]
-    if not helpers or not asked.pages:
+    helpers = np.flatnonzero(able_of(asked, candidates) & ~candidates.answers)
+    if not len(helpers) or not asked.pages:
         return None
     here = route(asked, candidates, pages)
     if candidates[here.replica].role == PREFILL:
         return None
     known = pages.known(asked.pages, len(candidates))
     moved = replace(asked, n_ready=len(asked.pages) * asked.page_size)
-    [after_s] = prices(moved, candidates, known, [here.replica]).cost_s
-    found = prices(replace(asked, n_out=0), candidates, known, helpers)
-    cost_s = min(found.cost_s)
-    if cost_s + after_s >= here.cost_s:
+    after_s = prices(moved, candidates, known).cost_s[here.replica]
+    found = prices(replace(asked, n_out=0), candidates, known)
+    best = int(helpers[found.cost_s[helpers].argmin()])
+    if found.cost_s[best] + after_s >= here.cost_s:
         return None
-    best = found.cost_s.index(cost_s)
-    return choice_of(asked, candidates, known, found, best, helpers[best])
+    return choice_of(asked, candidates, known, found, best)

@@ -16,10 +16,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shutil
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jserve.engine.wire import Control, HandleReply
@@ -36,7 +39,7 @@ RETRY_S = 5.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Weights:
     """The source and version of an update. Two of the same source are two updates."""
 
@@ -44,6 +47,8 @@ class Weights:
     version: str
 
 
+Write = Callable[[Any], str]
+"""Writes weights that are in memory to a new directory that replicas can read. Raises JserveError: they are none."""
 Ask = Callable[[Member, Control], Awaitable[HandleReply]]
 """The answer of a replica to a command. Raises JserveError: it refuses; EngineDead: it is gone."""
 
@@ -56,6 +61,7 @@ class Rollout:
         ask: as ``Ask``.
         on_change: called when a replica begins or ends an update (``Member.updating``).
         clock: monotonic seconds.
+        write: as ``Write``; what it wrote is deleted once nobody may need it. Without it updates are directories.
     """
 
     def __init__(
@@ -64,8 +70,9 @@ class Rollout:
         ask: Ask,
         on_change: Callable[[Member], None],
         clock: Clock = time.monotonic,
+        write: Write | None = None,
     ) -> None:
-        self._ask, self._on_change, self._clock = ask, on_change, clock
+        self._ask, self._on_change, self._clock, self._write = ask, on_change, clock, write
         self._initial = self._current = Weights(model, FIRST_WEIGHTS)
         self._previous: Weights | None = None
         self._canary: Weights | None = None
@@ -100,7 +107,7 @@ class Rollout:
             if self._canary is None and self._previous is None:
                 raise BadRequest("there are no previous weights", field="action")
             return
-        if not isinstance(command.source, str):
+        if self._write is None and not isinstance(command.source, str | Path):
             why = "source: replicas take a directory, which all of them can read"
             raise BadRequest(why, field="source")
         if command.analysis is not None:
@@ -139,10 +146,12 @@ class Rollout:
                 tried = self._canary
                 if command.action == "rollback_weights":
                     await self._roll_back(members)
-                elif command.canary:
-                    await self._start_canary(self._wanted(command), command, members)
                 else:
-                    await self._replace_all(self._wanted(command), members, command.running)
+                    wanted = await self._wanted(command)
+                    if command.canary:
+                        await self._start_canary(wanted, command, members)
+                    else:
+                        await self._replace_all(wanted, members, command.running)
                 if tried is not None and self._canary is None:
                     self._end_canary(tried, why)
         finally:
@@ -231,6 +240,11 @@ class Rollout:
         self._loaded.pop(member, None)
         self._checked.discard(member)
 
+    def close(self) -> None:
+        """Delete what was written: no replica is asked to load anything any more."""
+        self._current, self._previous, self._canary = self._initial, None, None
+        self._loaded.clear()
+
     def weights_of(self, member: Member) -> Weights | None:
         """The weights that ``member`` has; None where another front or an earlier connection gave it some."""
         started = self._initial if member.weights == member.info.get("weights") else None
@@ -269,15 +283,23 @@ class Rollout:
 
     def _is_canary(self, command: Control) -> bool:
         canary = self._canary
-        if canary is None or canary.source != command.source:
+        if canary is None or not isinstance(command.source, str | Path):
+            return False
+        if canary.source != str(command.source):
             return False
         return command.version in ("", canary.version)
 
-    def _wanted(self, command: Control) -> Weights:
+    async def _wanted(self, command: Control) -> Weights:
+        """Those of ``command``, written to a directory if it has them in memory. Raises as ``Write``."""
         if self._canary is not None and self._is_canary(command):
             return self._canary
         self._n_updates += 1
-        return Weights(command.source, command.version or str(self._n_updates))
+        version = command.version or str(self._n_updates)
+        if self._write is None or isinstance(command.source, str | Path):
+            return Weights(str(command.source), version)
+        made = Weights(await asyncio.to_thread(self._write, command.source), version)
+        weakref.finalize(made, shutil.rmtree, made.source, ignore_errors=True)
+        return made
 
     async def _start_canary(self, wanted: Weights, command: Control, members: Seq[Member]) -> None:
         n = min(len(members) - 1, max(1, round(command.canary * len(members))))

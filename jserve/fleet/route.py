@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from jserve.engine.view import View
 from jserve.errors import NotReady
+from jserve.fleet.candidates import CandidateTable
 from jserve.fleet.pages import PageIndex
 from jserve.request_options import Lane
 
-PREFILL = "prefill"
-"""The role of a replica that computes prompts for others: it answers where no other is left."""
 SLACK = 1.1
 """A prefix that nobody has goes to the replica of its hash, where that costs no more than so many times the least:
 fronts that do not know of each other then agree, and a replica that is loaded gets no more prefixes."""
@@ -54,25 +52,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds within which its first token is promised."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Candidate:
-    """A replica's view, and what the chooser knows beyond it."""
-
-    view: View
-    n_sent: int = 0
-    """Requests sent since the view was made."""
-    n_ended: int = 0
-    """Sequences that ended since."""
-    sent_s: float = 0.0
-    """Seconds of prefill that these bring."""
-    suspicion: float = 1.0
-    """Its times over those that its prices promise, at least 1."""
-    out: bool = False
-    """It gets nothing new, whatever its view says."""
-    role: str = ""
-    """``PREFILL``, or any other."""
-
-
 class ReplicaChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The replica, and why."""
 
@@ -86,108 +65,93 @@ class ReplicaChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prices(NamedTuple):
-    """Seconds that a request costs at each of some replicas. Columns, since a choice reads one of them at a time."""
+    """Seconds that a request costs at each replica, float64 [n] by number."""
 
-    first_s: list[float]
+    first_s: np.ndarray
     """To its first token."""
-    cost_s: list[float]
+    cost_s: np.ndarray
     """That, and what those who run and wait there pay."""
-    total_s: list[float]
+    total_s: np.ndarray
     """That, and computing again what it evicts there."""
 
 
-def route(asked: Asked, candidates: Seq[Candidate], pages: PageIndex) -> ReplicaChoice:
-    """The replica that ``asked`` goes to.
+def route(
+    asked: Asked, candidates: CandidateTable, pages: PageIndex, leave_out: Collection[int] = ()
+) -> ReplicaChoice:
+    """The replica that ``asked`` goes to, none of those numbered ``leave_out``.
 
     Raises:
-        NotReady: none of them may take it.
+        NotReady: none of the others may take it.
     """
-    known = pages.known(asked.pages, len(candidates))
-    able = able_of(asked, candidates, but=PREFILL) or able_of(asked, candidates)
-    if not able:
+    able = able_of(asked, candidates, leave_out)
+    [numbers] = (able & candidates.answers).nonzero()
+    if not len(numbers):
+        [numbers] = able.nonzero()
+    if not len(numbers):
         raise NotReady("no replica takes this request now", retry_after=5.0)
-    found = prices(asked, candidates, known, able)
+    known = pages.known(asked.pages, len(candidates))
+    found = prices(asked, candidates, known)
     if asked.ttft_s is not None:
-        in_time = [i for i, first_s in enumerate(found.first_s) if first_s <= asked.ttft_s]
-        if in_time:
-            able = [able[i] for i in in_time]
-            found = Prices(*([column[i] for i in in_time] for column in found))
-    best = _cheapest(asked, able, found, any(known) and any(known[i] for i in able))
-    return choice_of(asked, candidates, known, found, best, able[best])
+        in_time = numbers[found.first_s[numbers] <= asked.ttft_s]
+        numbers = in_time if len(in_time) else numbers
+    return choice_of(asked, candidates, known, found, _cheapest(asked, numbers, found, known))
 
 
 def choice_of(
-    asked: Asked,
-    candidates: Seq[Candidate],
-    known: Seq[int],
-    found: Prices,
-    at: int,
-    replica: int,
+    asked: Asked, candidates: CandidateTable, known: np.ndarray, found: Prices, replica: int
 ) -> ReplicaChoice:
-    """The choice of ``replica``, whose prices are number ``at`` of ``found``. These are of the prompt alone; what its
-    steps take for the rows that decode in them is added to ``first_s``, since the first token waits for that too."""
-    view, n_cached = candidates[replica].view, max(asked.n_ready, known[replica] * asked.page_size)
-    first_s = found.first_s[at] / candidates[replica].suspicion
+    """The choice of ``replica``. Prices are of the prompt alone; what its steps take for the rows that decode in them
+    is added to ``first_s``, since the first token waits for that too."""
+    one, n_cached = candidates[replica], max(asked.n_ready, int(known[replica]) * asked.page_size)
+    view, first_s = one.view, float(found.first_s[replica]) / one.suspicion
     if view.chunk:
         n_steps = math.ceil((asked.n_prompt - n_cached) / view.chunk)
         first_s += n_steps * max(0.0, view.step_s - view.chunk * view.prefill_token_s)
-    return ReplicaChoice(
-        replica=replica, n_cached=n_cached, first_s=first_s, cost_s=found.cost_s[at]
-    )
+    cost_s = float(found.cost_s[replica])
+    return ReplicaChoice(replica=replica, n_cached=n_cached, first_s=first_s, cost_s=cost_s)
 
 
-def able_of(asked: Asked, candidates: Seq[Candidate], but: str | None = None) -> list[int]:
-    """Numbers of those that may take ``asked``, without those of role ``but``."""
-    able = [
-        i for i, one in enumerate(candidates) if one.view.ready and not one.out and one.role != but
-    ]
+def able_of(
+    asked: Asked, candidates: CandidateTable, leave_out: Collection[int] = ()
+) -> np.ndarray:
+    """The candidates that may take ``asked``, none of those numbered ``leave_out``: bool [n]."""
+    able = candidates.takes_requests
+    if leave_out:
+        able = able.copy()
+        able[[*leave_out]] = False
     if asked.weights is not None:
-        able = [i for i in able if candidates[i].view.weights == asked.weights]
+        able = able & np.array([one.view.weights == asked.weights for one in candidates], bool)
     if asked.adapter is not None:
-        able = [i for i in able if asked.adapter in candidates[i].view.adapters]
+        able = able & np.array([asked.adapter in one.view.adapters for one in candidates], bool)
     return able
 
 
-def prices(asked: Asked, candidates: Seq[Candidate], known: Seq[int], numbers: Seq[int]) -> Prices:
-    """The prices of the candidates of ``numbers``. Those of ``known`` are pages of the prompt that each candidate has.
-    One loop, without a call or a tuple for each of them, in floats: it is most of a choice's time."""
-    found, lane, n_out = Prices([], [], []), asked.lane, float(asked.n_out)
-    add_first, add_cost, add_total = [column.append for column in found]
-    n_prompt, n_ready, page_size = float(asked.n_prompt), asked.n_ready, asked.page_size
-    for i in numbers:
-        one = candidates[i]
-        view, has = one.view, known[i] * page_size
-        first_s = view.wait_s.get(lane, 0.0)
-        if view.n_before and one.n_ended > one.n_sent:  # others have not taken all places since
-            freed = min(view.n_before, one.n_ended - one.n_sent)
-            first_s *= (view.n_before - freed) / view.n_before
-        first_s += one.sent_s
-        new = n_prompt - has
-        if n_ready > has:
-            new = n_prompt - n_ready
-            first_s += 2 * view.page_s * (n_ready - has) / page_size
-        own_s = new * view.prefill_token_s
-        first_s += own_s
-        cost_s = first_s + (view.n_rows + one.n_sent) * (own_s + n_out * view.row_s)
-        times = one.suspicion
-        if times != 1.0:
-            first_s, cost_s, own_s = first_s * times, cost_s * times, own_s * times
-        add_first(first_s)
-        add_cost(cost_s)
-        add_total(cost_s + own_s)
-    return found
+def prices(asked: Asked, candidates: CandidateTable, known: np.ndarray) -> Prices:
+    """The prices of all candidates, also of those that may not take ``asked``. ``known``: float64 [n], pages of the
+    prompt that each one has."""
+    first_s, page_size = candidates.before_s[asked.lane], float(asked.page_size)
+    has = known * page_size
+    if asked.n_ready:
+        moved = np.maximum(asked.n_ready - has, 0.0)
+        first_s = first_s + 2.0 * candidates.page_s * moved / page_size
+        has = has + moved
+    own_s = (float(asked.n_prompt) - has) * candidates.prefill_token_s
+    first_s = first_s + own_s
+    others_s = candidates.rows * (own_s + float(asked.n_out) * candidates.row_s)
+    times = candidates.suspicion
+    cost_s = (first_s + others_s) * times
+    return Prices(first_s * times, cost_s, cost_s + own_s * times)
 
 
-def _cheapest(asked: Asked, numbers: Seq[int], found: Prices, known: bool) -> int:
-    """The index of the replica of least cost in ``numbers``; where nobody has a page, that of the prefix's hash among
-    the near ones."""
-    costs = found.total_s if known else found.cost_s  # where nobody has any, all evict the same
-    least_s = min(costs)
-    if known and costs.count(least_s) == 1:
-        return costs.index(least_s)
-    most_s = least_s if known else SLACK * least_s
-    near = [i for i, cost_s in enumerate(costs) if cost_s <= most_s]
-    return near[0] if len(near) == 1 else max(near, key=lambda i: _weight(asked, numbers[i]))
+def _cheapest(asked: Asked, numbers: np.ndarray, found: Prices, known: np.ndarray) -> int:
+    """The replica of least cost of those of ``numbers``, int64 [m]; where none of them has a page, that of the prefix's
+    hash among the near ones."""
+    has_pages = np.count_nonzero(known[numbers]) > 0  # else all evict the same
+    costs = (found.total_s if has_pages else found.cost_s)[numbers]
+    least_s = costs[costs.argmin()]
+    most_s = least_s if has_pages else SLACK * least_s
+    near = numbers[costs <= most_s].tolist()
+    return near[0] if len(near) == 1 else max(near, key=lambda number: _weight(asked, number))
 
 
 def _weight(asked: Asked, replica: int) -> bytes:

@@ -9,15 +9,46 @@ A token is drawn after every token of a decode row and after the last one of a p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import register_dataclass
 
 from jserve.model.draft_tree import path_to
-from jserve.model.sample import Draws
 from jserve.model.slots import NONE
 from jserve.model.view import SAMPLING, StepView
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Draws:
+    """The inputs of a draw besides its logits; E draws, J - 1 drafts before each."""
+
+    slot_E: jax.Array
+    uses_E: jax.Array
+    """int32: flag bits of this row; its slot's vocab row and bad words are meaningless without
+    theirs."""
+    pos_E: jax.Array
+    """int32: position of the token to be drawn."""
+    prefix_EJ: jax.Array
+    """int32: drafts between the slot's last token and this draw, oldest first, NONE where there is
+    none."""
+    n_prefix_E: jax.Array
+    temperature_E: jax.Array
+    top_p_E: jax.Array
+    min_p_E: jax.Array
+    repetition_E: jax.Array
+    presence_E: jax.Array
+    frequency_E: jax.Array
+    top_k_E: jax.Array
+    seed_E2: jax.Array
+    min_pos_E: jax.Array
+    stop_ES: jax.Array
+    mask_EW: jax.Array | None = None
+    redraw_E: jax.Array | None = None
+    """int32: as ``RowPlan.redraw``, NONE for none; None: none for any row."""
 
 
 def drawn_places(view: StepView) -> jax.Array:

@@ -17,10 +17,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jserve.model.draws import per_draw
+from jserve.model.draws import Draws, per_draw
 from jserve.model.feature import StepFeature
 from jserve.model.noise import keys
-from jserve.model.sample import Draws, Own
+from jserve.model.sample import Own
 from jserve.model.view import StepView
 from jserve.model.vocab_part import VocabPart
 from jserve.types import NOTHING_LEFT

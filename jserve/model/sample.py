@@ -1,9 +1,8 @@
 """Samples tokens from logits on the device.
 
-It owns every sampling field of ``SamplingParams`` and the order in which they act, which is vLLM's: grammar mask,
-bias (logit_bias, allowed and bad ids), bad words, min_tokens, penalties; then the greedy choice, or temperature,
-min_p, top_k, top_p and a draw. Log-probabilities are of the raw logits, before all of that, unless
-option ``logprobs_mode`` says otherwise.
+It owns the sampling fields of ``SamplingParams`` and the order in which they act, which is vLLM's: whatever can change
+the likeliest token (``adjust``), then the greedy choice, or temperature, min_p, top_k, top_p and a draw.
+Log-probabilities are of the raw logits, before all of that, unless option ``logprobs_mode`` says otherwise.
 
 Each of min_p, top_k and top_p keeps a set of the form "logit >= threshold", so truncation is one
 threshold per row and the vocabulary is never sorted: the 64 largest logits decide it nearly always,
@@ -36,19 +35,12 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from jserve.model.adjust import CHANGES, adjust, in_mask, masked, without_token
+from jserve.model.draws import Draws
 from jserve.model.noise import Purpose, gumbel
 from jserve.model.slots import NONE, SlotState
-from jserve.model.view import (
-    BAD_WORDS,
-    BIAS,
-    LOGPROBS,
-    MIN_TOKENS,
-    PENALTY,
-    RANDOM,
-    TRUNCATE,
-)
+from jserve.model.view import LOGPROBS, RANDOM, TRUNCATE
 from jserve.model.vocab_part import WHOLE, VocabPart
-from jserve.model.vocab_rows import IN_PROMPT, VocabState
 from jserve.sampling import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 PURPOSE_TOKEN = 0
@@ -57,39 +49,7 @@ PURPOSE_OWN = 2
 """Added to one of the others: draws of step features."""
 PREFILTER = 64
 """Largest logits looked at before falling back to bisection."""
-CHANGES = BIAS | BAD_WORDS | MIN_TOKENS | PENALTY
-"""The flags that make ``adjust`` give other logits than it gets, masks apart."""
 _NEG = -jnp.inf
-
-
-@register_dataclass
-@dataclass(frozen=True)
-class Draws:
-    """The inputs of a draw besides its logits; E draws, J - 1 drafts before each."""
-
-    slot_E: jax.Array
-    uses_E: jax.Array
-    """int32: flag bits of this row; its slot's vocab row and bad words are meaningless without
-    theirs."""
-    pos_E: jax.Array
-    """int32: position of the token to be drawn."""
-    prefix_EJ: jax.Array
-    """int32: drafts between the slot's last token and this draw, oldest first, NONE where there is
-    none."""
-    n_prefix_E: jax.Array
-    temperature_E: jax.Array
-    top_p_E: jax.Array
-    min_p_E: jax.Array
-    repetition_E: jax.Array
-    presence_E: jax.Array
-    frequency_E: jax.Array
-    top_k_E: jax.Array
-    seed_E2: jax.Array
-    min_pos_E: jax.Array
-    stop_ES: jax.Array
-    mask_EW: jax.Array | None = None
-    redraw_E: jax.Array | None = None
-    """int32: as ``RowPlan.redraw``, NONE for none; None: none for any row."""
 
 
 Own = Callable[[jax.Array, Draws, jax.Array, jax.Array], jax.Array]
@@ -207,16 +167,16 @@ def _guided(
     assert mask_EW is not None, "a program with masks"
     redraw_E = jnp.full(len(mask_EW), NONE) if draws.redraw_E is None else draws.redraw_E
     redraws_E = redraw_E != NONE
-    less_EW, unmasked = _less(mask_EW, redraw_E), replace(draws, mask_EW=None)
+    less_EW, unmasked = without_token(mask_EW, redraw_E), replace(draws, mask_EW=None)
 
     # A loop rather than two calls, so that the draw is compiled once.
     def drawn(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """With the masks, then without for rows with ``redraw_E``: their first draw, which stays if it is allowed."""
         first = i > 0
-        given_EV = _masked(raw_EV, jnp.where(first, -1, less_EW), part)
+        given_EV = masked(raw_EV, jnp.where(first, -1, less_EW), part)
         purpose_E = jnp.where(redraws_E & ~first, PURPOSE_REDRAW, PURPOSE_TOKEN)
         token_E, allowed_E = _chosen(given_EV, unmasked, slots, flags, purpose_E, part, own)
-        stays_E = _in_mask(mask_EW, jnp.maximum(token_E, 0))
+        stays_E = in_mask(mask_EW, jnp.maximum(token_E, 0))
         if own is not None:
             stays_E |= token_E < 0
         stays_E &= redraws_E
@@ -302,29 +262,6 @@ def ranks(raw_EV: jax.Array, chosen_E: jax.Array, part: VocabPart = WHOLE) -> ja
     """int32[E]: the rank of a token with the logit ``chosen_E``; 1 for the most likely one."""
     greater_EV = part.real(raw_EV) > chosen_E[:, None]
     return 1 + part.sum(jnp.sum(greater_EV, axis=1, dtype=jnp.int32))
-
-
-def adjust(
-    raw_EV: jax.Array,
-    draws: Draws,
-    slots: SlotState,
-    flags: jax.Array,
-    part: VocabPart = WHOLE,
-) -> jax.Array:
-    """The logits after everything that can change which token is the most likely."""
-    x_EV = raw_EV if draws.mask_EW is None else _masked(raw_EV, draws.mask_EW, part)
-    vocab = slots.vocab
-
-    def where(bit: int, change: Callable[[jax.Array], jax.Array], x_EV: jax.Array) -> jax.Array:
-        return jax.lax.cond(flags & bit, change, lambda x: x, x_EV)
-
-    if vocab is not None:
-        x_EV = where(BIAS, lambda x: _biased(x, draws, vocab, part), x_EV)
-    x_EV = where(BAD_WORDS, lambda x: _without(x, _bad_ids(draws, slots), part), x_EV)
-    x_EV = where(MIN_TOKENS, lambda x: _without(x, _early_stops(draws), part), x_EV)
-    if vocab is not None:
-        x_EV = where(PENALTY, lambda x: _penalised(x, draws, vocab, part), x_EV)
-    return x_EV
 
 
 def scaled(
@@ -465,67 +402,3 @@ def _pick(x_ENB: jax.Array, block_E: jax.Array) -> jax.Array:
 def is_greedy(temperature_E: jax.Array) -> jax.Array:
     """bool[E]: rows that take the likeliest token."""
     return temperature_E < GREEDY_TEMPERATURE
-
-
-def _masked(x_EV: jax.Array, mask_EW: jax.Array, part: VocabPart) -> jax.Array:
-    bits_EWb = (mask_EW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    bits_EV = bits_EWb.reshape(x_EV.shape[0], -1)[:, : part.n_ids(x_EV)]
-    return jnp.where(part.columns(bits_EV, x_EV.shape[1]) > 0, x_EV, _NEG)
-
-
-def _in_mask(mask_EW: jax.Array, token_E: jax.Array) -> jax.Array:
-    """bool[E]: whether each row's mask allows its token."""
-    word_E = jnp.take_along_axis(mask_EW, (token_E >> 5)[:, None], axis=1)[:, 0]
-    return (word_E >> (token_E & 31)) & 1 > 0
-
-
-def _less(mask_EW: jax.Array, token_E: jax.Array) -> jax.Array:
-    """The masks without one token of each row; NONE takes nothing away."""
-    bit_E = jnp.where(token_E == NONE, 0, jnp.int32(1) << (token_E & 31))
-    here_EW = jnp.arange(mask_EW.shape[1]) == (token_E >> 5)[:, None]
-    return jnp.where(here_EW, mask_EW & ~bit_E[:, None], mask_EW)
-
-
-def _biased(x_EV: jax.Array, draws: Draws, vocab: VocabState, part: VocabPart) -> jax.Array:
-    uses_E1 = (draws.uses_E & BIAS)[:, None] > 0
-    return jnp.where(uses_E1, x_EV + part.columns(vocab.biases(draws.slot_E), x_EV.shape[1]), x_EV)
-
-
-def _without(x_EV: jax.Array, id_EX: jax.Array, part: VocabPart) -> jax.Array:
-    """``x_EV`` with -inf at each row's ids; NONE is no id."""
-    row_E1 = jnp.arange(x_EV.shape[0])[:, None]
-    return x_EV.at[row_E1, part.places(id_EX, x_EV.shape[1])].set(_NEG, mode="drop")
-
-
-def _early_stops(draws: Draws) -> jax.Array:
-    return jnp.where((draws.pos_E < draws.min_pos_E)[:, None], draws.stop_ES, NONE)
-
-
-def _bad_ids(draws: Draws, slots: SlotState) -> jax.Array:
-    """int32[E, W]: ids that would complete a bad word now."""
-    recent_EB = slots.recent_CB[draws.slot_E]
-    tail = recent_EB.shape[1]
-    output_EX = jnp.concatenate([recent_EB, draws.prefix_EJ], axis=1)
-    at_EB = draws.n_prefix_E[:, None] + jnp.arange(tail, dtype=jnp.int32)
-    recent_EB = jnp.take_along_axis(output_EX, at_EB, axis=1)
-    bad_EWK = slots.bad_CWK[draws.slot_E]
-    before_EWB = bad_EWK[:, :, :-1]
-    fits_EW = jnp.all((before_EWB == NONE) | (before_EWB == recent_EB[:, None, :]), axis=2)
-    uses_E1 = (draws.uses_E & BAD_WORDS)[:, None] > 0
-    return jnp.where(fits_EW & uses_E1, bad_EWK[:, :, -1], NONE)
-
-
-def _penalised(x_EV: jax.Array, draws: Draws, vocab: VocabState, part: VocabPart) -> jax.Array:
-    E, V = x_EV.shape
-    counts_EV = part.columns(vocab.counts(draws.slot_E), V)
-    if draws.prefix_EJ.shape[1]:
-        counts_EV = counts_EV.at[jnp.arange(E)[:, None], part.places(draws.prefix_EJ, V)].add(
-            1, mode="drop"
-        )
-    repetition_E1 = draws.repetition_E[:, None]
-    repeated_EV = jnp.where(x_EV > 0, x_EV / repetition_E1, x_EV * repetition_E1)
-    output_EV = counts_EV & (IN_PROMPT - 1)
-    # Selected, not multiplied: a row without penalties has meaningless counts.
-    x_EV = jnp.where((counts_EV > 0) & (repetition_E1 != 1.0), repeated_EV, x_EV)
-    x_EV = x_EV - draws.frequency_E[:, None] * output_EV.astype(jnp.float32)
-    return x_EV - draws.presence_E[:, None] * (output_EV > 0).astype(jnp.float32)

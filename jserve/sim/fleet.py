@@ -23,6 +23,7 @@ from jserve.engine.engine import refusal
 from jserve.errors import EngineDead, NotReady
 from jserve.fleet.asking import Asking
 from jserve.fleet.autoscale import Autoscaler
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import (
     after_prefill,
@@ -33,7 +34,7 @@ from jserve.fleet.remote_prefill import (
 )
 from jserve.fleet.role_control import RoleControl
 from jserve.fleet.roles import DECODE, exchanged, lacking
-from jserve.fleet.route import PREFILL, ReplicaChoice
+from jserve.fleet.route import ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.suspicion import RetryBudget
 from jserve.ports import RunnerLimits
@@ -277,7 +278,7 @@ class FleetSimulation:
         one = self.replicas[number]
         one.role = DECODE if one.role == PREFILL else PREFILL
         self._roles = exchanged(self._roles, one.role)
-        router.candidates[number].role = one.role
+        router.candidates.change(number, role=one.role)
         self._role_changes.append((now, number, one.role))
 
     def _rebalance(self, now: float) -> None:
@@ -313,10 +314,7 @@ class FleetSimulation:
         item = sent.item
         sent.to.simulation.engine.cancel(item.id)
         self.router.over(sent.asked, sent.to.number)
-        candidate = self.router.candidates[sent.to.number]
-        out, candidate.out = candidate.out, True
-        to = self._chosen(self.router.choose(sent.asked))
-        candidate.out = out
+        to = self._chosen(self.router.choose(sent.asked, leave_out=(sent.to.number,)))
         self.clients.records.open[item.id].attempt += 1
         self.n_moved += 1
         self._submit(SentItem(item, sent.asked, to), self._request(item), now)
@@ -382,7 +380,7 @@ class FleetSimulation:
         if enough is not None and n > max(enough, setup.replicas) and not self.starting:
             saved_s = self.autoscaler.saved_s
             worst = min(stay, key=lambda one: saved_s.get(_name(one), 0.0))
-            self.router.candidates[worst.number].out = True
+            self.router.candidates.change(worst.number, out=True)
 
     def start_ready(self, now: float) -> None:
         """Those that were started and are ready take part."""
@@ -398,7 +396,7 @@ class FleetSimulation:
         made.began = made.simulation.clock.now = now
         if self.setup.roles:
             made.role = lacking(self._roles, [one.role for one in self.replicas.values()])
-            self.router.candidates[made.number].role = made.role
+            self.router.candidates.change(made.number, role=made.role)
         self.replicas[made.number] = made
         self._messages.say(made, tells=True)
         self.hear(now)

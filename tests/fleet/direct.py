@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
 
 from jserve.engine.view import PageEvent, View
-from jserve.fleet.route import PREFILL, SLACK, Asked, Candidate, ReplicaChoice, _weight
+from jserve.fleet.candidates import PREFILL, Candidate
+from jserve.fleet.route import SLACK, Asked, ReplicaChoice, _weight
 
 
 class PlainPages:
@@ -47,7 +48,7 @@ def direct_route(asked: Asked, candidates: Seq[Candidate], known: Seq[int]) -> R
     able = [i for i in able if candidates[i].role != PREFILL] or able
     if not able:
         return None
-    prices = {i: _price(asked, candidates[i], known[i]) for i in able}
+    prices = {i: direct_price(asked, candidates[i], known[i]) for i in able}
     if asked.ttft_s is not None:
         prices = {i: p for i, p in prices.items() if p[0] <= asked.ttft_s} or prices
     if any(known[i] for i in prices):
@@ -72,7 +73,8 @@ def _serves(view: View, asked: Asked) -> bool:
     return asked.adapter is None or asked.adapter in view.adapters
 
 
-def _price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, float, float]:
+def direct_price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[float, float, float]:
+    """Seconds to the first token, with what others pay, and of what is evicted."""
     view, has = candidate.view, n_pages * asked.page_size
     moved = max(0, asked.n_ready - has)
     own_s = (asked.n_prompt - has - moved) * view.prefill_token_s

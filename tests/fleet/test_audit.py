@@ -107,10 +107,9 @@ async def test_a_request_of_the_same_id_ends_its_audit(tmp_path):
         asked = dataclasses.replace(requests(1, 60)[0], id="again")
         told = [out.token_ids async for out in world.fleet.generate(asked)]
         [audit] = world.audits._audits.values()
-        for candidate in world.fleet._router.candidates:
-            candidate.out = (
-                candidate is not world.fleet._router.candidates[audit.sent.member.number]
-            )
+        candidates = world.fleet._router.candidates
+        for number in range(len(candidates)):
+            candidates.change(number, out=number != audit.sent.member.number)
         again = [out.token_ids async for out in world.fleet.generate(asked)]
         assert sum(again, ()) == sum(told, ())
         await world.done()
@@ -153,7 +152,8 @@ async def test_the_second_answer_is_of_the_same_weights(tmp_path):
         await begun(world.fleet, 1)
         [busy] = [one for one in world.fleet.members if one.n_open]
         [other] = [one for one in world.fleet.members if one is not busy]
-        candidate = world.fleet._router.candidates[other.number]
-        candidate.view = msgspec.structs.replace(candidate.view, weights="w9")
+        candidates = world.fleet._router.candidates
+        changed = msgspec.structs.replace(candidates[other.number].view, weights="w9")
+        candidates.change(other.number, view=changed)
         await answering
         assert not len(world.audits)

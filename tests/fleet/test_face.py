@@ -426,16 +426,18 @@ async def test_who_is_refused_by_one_replica_asks_another(monkeypatch):
         monkeypatch.setattr(fleet, "_weigh", lambda member: None)
         monkeypatch.setattr(fleet._placement, "rebalance", lambda: None)
         full, free = fleet.members
+        # Dear as it is, it is the only other one.
+        fleet._router.candidates.change(free.number, suspicion=1e6)
 
         async def begin(n: int) -> asyncio.Future:
             """One more at the first replica, which then has ``n``."""
-            fleet._router.candidates[free.number].out = True
+            fleet._router.candidates.change(free.number, out=True)
             one = Request(
                 id=uuid.uuid4().hex, prompt_ids=(1, 2, n), params=SamplingParams(max_tokens=90)
             )
             running = asyncio.ensure_future(answer(fleet, one))
             await asyncio.sleep(0)
-            fleet._router.candidates[free.number].out = False
+            fleet._router.candidates.change(free.number, out=False)
             await until(lambda: full.stats.waiting + full.stats.running == min(n, 2))
             return running
 

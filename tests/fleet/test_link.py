@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -94,6 +96,44 @@ async def test_frames_of_another_thread_come_once_and_in_order():
             assert [one.message for one in told[1:]] == [str(i) for i in range(n)]
     finally:
         sys.setswitchinterval(interval)
+
+
+async def let_in(replica: Replica) -> socket.socket:
+    """A front without an event loop, which was let in and has read nothing since."""
+    host, port, key = await replica.server.endpoint()
+    front = socket.create_connection((host, port))
+    front.settimeout(5.0)
+    hello = (await asyncio.to_thread(front.recv, 4 + HELLO_BYTES, socket.MSG_WAITALL))[4:]
+    front.sendall(framed(hmac.digest(key, hello, "sha256")))
+    await until(lambda: bool(replica.links))
+    return front
+
+
+async def test_a_frame_leaves_while_the_event_loop_is_busy():
+    replica = Replica()
+    with await let_in(replica) as front:
+        sent = pack(Ready(info={"pid": 7})) + pack(Fault(message="now"))
+        replica.links[0].send(pack(Fault(message="now")))
+        assert b"".join(front.recv(1) for _ in sent) == sent
+    await until(lambda: replica.gone == replica.links)
+    replica.links[0].send(b"x" * 100)
+    assert not replica.links[0]._unsent, "nobody will read it"
+
+
+async def test_more_than_the_kernel_takes_arrives_whole_before_the_end():
+    replica, n, size = Replica(), 64, 1 << 18
+    with await let_in(replica) as front:
+        link = replica.links[0]
+        frames = [i.to_bytes() * size for i in range(n)]
+        writer = threading.Thread(target=lambda: [link.send(frame) for frame in frames])
+        writer.start()
+        writer.join()
+        assert link._unsent, "the kernel takes less"
+        link.close()
+        hello = len(pack(Ready(info={"pid": 7})))
+        read = await asyncio.to_thread(lambda: b"".join(iter(lambda: front.recv(1 << 16), b"")))
+    assert read[hello:] == b"".join(frames)
+    await until(lambda: replica.gone == [link])
 
 
 async def test_last_words_arrive():

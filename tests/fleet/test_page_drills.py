@@ -22,10 +22,10 @@ if importlib.util.find_spec("ray") is None:
 from jserve.config import EngineConfig
 from jserve.engine.streams import Stream
 from jserve.engine.wire import Control
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.on_ray import RayReplicas
 from jserve.fleet.roles import DECODE, parse_roles
-from jserve.fleet.route import PREFILL
 from jserve.types import Request
 from tests.fleet.fakes import OPTIONS
 from tests.fleet.test_face import answers, begun, requests, undisturbed, until

@@ -9,6 +9,7 @@ import statistics
 import pytest
 from hypothesis import given, strategies as st
 
+from jserve.fleet.candidates import PREFILL, Candidate, CandidateTable
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.rebalance import (
     MOST_LOOKED,
@@ -17,7 +18,6 @@ from jserve.fleet.rebalance import (
     longest_waits,
     waits_of,
 )
-from jserve.fleet.route import PREFILL, Candidate
 from jserve.sim import traffic
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.simulate import limits_of
@@ -37,19 +37,19 @@ FREE = view(n_rows=0, wait_s={"bulk": 1.0})
 
 def test_it_goes_where_its_price_is_below_what_is_left_of_its_wait():
     """140 tokens at 1 ms, and as much again for what they evict there."""
-    fleet = [Candidate(view=view()), Candidate(view=FREE)]
+    fleet = CandidateTable([Candidate(view=view()), Candidate(view=FREE)])
     assert goes_elsewhere(waiting(0.285), fleet, PageIndex())
     assert not goes_elsewhere(waiting(0.275), fleet, PageIndex())
     assert goes_elsewhere(waiting(0.03), fleet, index([0, 8])), (
         "12 tokens are left to compute there"
     )
-    fleet[1].suspicion = 2.0
+    fleet.change(1, suspicion=2.0)
     assert not goes_elsewhere(waiting(0.285), fleet, PageIndex())
 
 
 def test_a_queue_is_no_place_to_go_to_however_short():
-    fleet = [Candidate(view=view()), Candidate(view=FREE)]
-    fleet[1].view = view(n_rows=1, wait_s={"standard": 0.02})
+    fleet = CandidateTable([Candidate(view=view()), Candidate(view=FREE)])
+    fleet.change(1, view=view(n_rows=1, wait_s={"standard": 0.02}))
     assert not goes_elsewhere(waiting(50.0), fleet, PageIndex())
 
 
@@ -57,9 +57,11 @@ def test_a_queue_is_no_place_to_go_to_however_short():
     "change", [{"out": True}, {"role": PREFILL}, {"view": view(ready=False, wait_s={})}]
 )
 def test_nobody_goes_where_no_request_is_sent(change):
-    fleet = [Candidate(view=view()), Candidate(**{"view": FREE} | change)]
-    assert not goes_elsewhere(waiting(9.0), fleet, PageIndex())
-    assert not goes_elsewhere(waiting(9.0), fleet[:1], PageIndex())
+    waits, other = Candidate(view=view()), Candidate(**{"view": FREE} | change)
+    assert not goes_elsewhere(waiting(9.0), CandidateTable([waits, other]), PageIndex())
+    assert not goes_elsewhere(waiting(9.0), CandidateTable([waits]), PageIndex())
+    alone = CandidateTable([Candidate(view=FREE)])
+    assert not goes_elsewhere(waiting(9.0), alone, PageIndex()), "where it is already"
 
 
 @given(candidates, held, st.floats(0.0, 20.0), st.integers(0, 8))
@@ -72,15 +74,13 @@ def test_it_goes_exactly_where_the_plain_form_says_so(candidates, held, left_s, 
         free = not one.n_sent and not one.view.wait_s["standard"] and i != replica
         wanted |= choice is not None and free and choice.cost_s + new_s < left_s
     one = WaitingRequest(id="a", asked=asked(), replica=replica, left_s=left_s)
-    assert goes_elsewhere(one, candidates, index(held)) == wanted
+    assert goes_elsewhere(one, CandidateTable(candidates), index(held)) == wanted
 
 
 def test_the_last_of_a_queue_waits_longest():
     """Three of lane standard and one of bulk at replica 0, one at replica 1."""
-    fleet = [
-        Candidate(view=view(wait_s={"standard": 6.0, "bulk": 9.0})),
-        Candidate(view=view(wait_s={"standard": 1.0})),
-    ]
+    waits = [{"standard": 6.0, "bulk": 9.0}, {"standard": 1.0}]
+    fleet = CandidateTable(Candidate(view=view(wait_s=wait_s)) for wait_s in waits)
     sent = [("a", 0, "standard"), ("b", 0, "bulk"), ("c", 0, "standard"), ("d", 1, "standard")]
     sent.append(("e", 0, "standard"))
     found = waits_of([(id, asked(lane=lane), n) for id, n, lane in sent], fleet)
@@ -88,9 +88,9 @@ def test_the_last_of_a_queue_waits_longest():
 
 
 def test_one_that_has_got_something_gets_more_when_its_view_counts_it():
-    fleet = [Candidate(view=view()), Candidate(view=FREE)]
+    fleet = CandidateTable([Candidate(view=view()), Candidate(view=FREE)])
     assert goes_elsewhere(waiting(5.0), fleet, PageIndex())
-    fleet[1].n_sent = 1
+    fleet.change(1, n_sent=1)
     assert not goes_elsewhere(waiting(5.0), fleet, PageIndex())
 
 

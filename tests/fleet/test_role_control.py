@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import sys
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +16,10 @@ from hypothesis import given, strategies as st
 from jserve.config import EngineConfig
 from jserve.engine.view import View
 from jserve.errors import ConfigError
+from jserve.fleet.candidates import PREFILL, Candidate, CandidateTable
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.role_control import CHANGE_S, GAIN, LEAST, WINDOW_S, RoleControl, who_changes
 from jserve.fleet.roles import AUTO, DECODE, exchanged, parse_roles
-from jserve.fleet.route import PREFILL, Candidate
 from jserve.fleet.start import fleet_engine
 from jserve.sim import traffic
 from tests.fleet.fakes import ThreadSource
@@ -26,17 +27,24 @@ from tests.fleet.test_face import answers, requests, undisturbed, until
 from tests.sim.test_sim_roles import LONG, play, with_roles
 
 
-def fleet_of(*roles: str) -> list[Candidate]:
-    return [Candidate(view=View(), role=role) for role in roles]
+def fleet_of(*roles: str) -> CandidateTable:
+    return CandidateTable(Candidate(view=View(), role=role) for role in roles)
 
 
-def split(p: int, n: int) -> list[Candidate]:
+def split(p: int, n: int) -> CandidateTable:
     """``n`` replicas, the first ``p`` of which compute prompts."""
     return fleet_of(*[PREFILL] * p, *[DECODE] * (n - p))
 
 
-def n_of(role: str, candidates: list[Candidate]) -> int:
+def n_of(role: str, candidates: Iterable[Candidate]) -> int:
     return sum(one.role == role for one in candidates)
+
+
+def exchange_role(candidates: CandidateTable, number: int) -> str:
+    """The role that candidate ``number`` has from now on."""
+    role = DECODE if candidates[number].role == PREFILL else PREFILL
+    candidates.change(number, role=role)
+    return role
 
 
 def busier(prefill: float, decode: float, p: int, n: int) -> float:
@@ -46,7 +54,7 @@ def busier(prefill: float, decode: float, p: int, n: int) -> float:
 class World:
     """Replicas that are sent work, once a second; roles change as the control says."""
 
-    def __init__(self, candidates: list[Candidate]) -> None:
+    def __init__(self, candidates: CandidateTable) -> None:
         self.candidates, self.control = candidates, RoleControl()
         self.now = self.prefill_s = self.decode_s = 0.0
         self.changes: list[tuple[float, int, str]] = []
@@ -62,16 +70,15 @@ class World:
     def look(self) -> None:
         found = self.control.look(self.now, self.prefill_s, self.decode_s, self.candidates)
         if found is not None:
-            one = self.candidates[found]
-            one.role = DECODE if one.role == PREFILL else PREFILL
-            self.changes.append((self.now, found, one.role))
+            self.changes.append((self.now, found, exchange_role(self.candidates, found)))
 
 
 def test_the_kind_that_has_more_to_do_gets_the_replica_with_the_least_rows():
     found = fleet_of(PREFILL, DECODE, DECODE, DECODE)
-    found[1].view, found[2].view, found[3].view = View(n_rows=5), View(n_rows=2), View(n_rows=3)
+    for number, n_rows in ((1, 5), (2, 2), (3, 3)):
+        found.change(number, view=View(n_rows=n_rows))
     assert who_changes(1.0, 0.5, found) == 2
-    found[2].n_sent = 4  # of which its view knows nothing
+    found.change(2, n_sent=4)  # of which its view knows nothing
     assert who_changes(1.0, 0.5, found) == 3
     back = fleet_of(PREFILL, PREFILL, PREFILL, DECODE)
     assert who_changes(0.5, 1.0, back) == 0
@@ -87,10 +94,11 @@ def test_a_load_that_is_nearly_equal_changes_nothing():
 
 def test_who_takes_no_requests_neither_counts_nor_changes():
     found = split(1, 4)
-    found[1].out = True
-    found[2].view = View(ready=False)
+    found.change(1, out=True)
+    found.change(2, view=View(ready=False))
     assert who_changes(9.0, 0.0, found) is None, "the last one that answers"
-    found[2].view, found[3].view = View(n_rows=8), View(n_rows=9)
+    found.change(2, view=View(n_rows=8))
+    found.change(3, view=View(n_rows=9))
     assert who_changes(9.0, 0.0, found) == 2, "the other one with less to do takes nothing"
 
 
@@ -98,7 +106,7 @@ def test_a_kind_that_is_gone_gets_one():
     assert who_changes(0.0, 0.0, split(3, 3)) == 0
     assert who_changes(0.2, 0.1, split(0, 3)) == 0
     assert who_changes(1.0, 1.0, split(1, 1)) is None
-    assert who_changes(1.0, 1.0, []) is None
+    assert who_changes(1.0, 1.0, split(0, 0)) is None
 
 
 able = st.builds(
@@ -111,21 +119,19 @@ loads = st.floats(0.0, 8.0)
 phases = st.lists(st.tuples(st.integers(1, 60), loads, loads), min_size=1, max_size=6)
 
 
-@given(st.lists(able, max_size=9), loads, loads)
+@given(st.lists(able, max_size=9).map(CandidateTable), loads, loads)
 def test_both_kinds_keep_one_that_takes_requests(candidates, prefill, decode):
-    takes = [one for one in candidates if one.view.ready and not one.out]
-    had = [n_of(role, takes) for role in (PREFILL, DECODE)]
+    takes = {i for i, one in enumerate(candidates) if one.view.ready and not one.out}
+    had = [n_of(role, [candidates[i] for i in takes]) for role in (PREFILL, DECODE)]
     found = who_changes(prefill, decode, candidates)
     assert found == who_changes(prefill, decode, candidates)
     if found is None:
         return
-    one = candidates[found]
-    assert any(one is each for each in takes)
-    one.role = DECODE if one.role == PREFILL else PREFILL
-    assert n_of(PREFILL, takes) >= 1
-    assert n_of(DECODE, takes) >= 1
+    assert found in takes
+    exchange_role(candidates, found)
+    p, n = n_of(PREFILL, [candidates[i] for i in takes]), len(takes)
+    assert 1 <= p <= n - 1
     if all(had):
-        p, n = n_of(PREFILL, takes), len(takes)
         assert busier(prefill, decode, p, n) <= busier(prefill, decode, had[0], n)
 
 

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace
 
 from jserve.build import serving_engine
 from jserve.config import EngineConfig
 from jserve.engine.view import View
 from jserve.errors import BadRequest, ConfigError, NotReady
 from jserve.fleet import router as routing
+from jserve.fleet.candidates import PREFILL, Candidate, CandidateTable
 from jserve.fleet.face import FleetEngine
 from jserve.fleet.roles import DECODE, lacking, parse_roles, prefill_at
-from jserve.fleet.route import PREFILL, ReplicaChoice, route
+from jserve.fleet.route import ReplicaChoice, route
 from jserve.fleet.shared_pages import with_shared_pages
 from jserve.llm import LLM
 from jserve.runner import kv_transfer
@@ -33,17 +35,17 @@ from tests.engine.test_resume import any_request
 from tests.fleet import fakes
 from tests.fleet.fakes import ThreadSource
 from tests.fleet.test_face import all_told, answer, answers, begun, requests, undisturbed, until
-from tests.fleet.test_route import PAGE, PAGES, Candidate, asked, candidates, held, index, view
+from tests.fleet.test_route import PAGE, PAGES, asked, candidates, held, index, view
 
 # -- the choice
 
 
-def fleet_of(*roles: str, rows: int = 8, **changes) -> list[Candidate]:
+def fleet_of(*roles: str, rows: int = 8, **changes) -> CandidateTable:
     """Replicas of these roles; those that decode have ``rows`` to do."""
-    return [
+    return CandidateTable(
         Candidate(view=view(n_rows=0 if role == PREFILL else rows, **changes), role=role)
         for role in roles
-    ]
+    )
 
 
 def test_where_others_would_pay_for_it_a_prompt_is_computed_apart():
@@ -57,7 +59,7 @@ def test_nobody_is_asked_for_what_costs_no_less_apart():
     dear = fleet_of(DECODE, PREFILL, page_s=0.1)
     assert prefill_at(asked(), dear, index([0, 0])) is None
     busy = fleet_of(DECODE, PREFILL)
-    busy[1].sent_s = 60.0
+    busy.change(1, sent_s=60.0)
     assert prefill_at(asked(), busy, index([0, 0])) is None
     assert prefill_at(asked(), fleet_of(DECODE, PREFILL), index([8, 0])) is None, "it has them"
     short = asked(pages=(), n_prompt=9)
@@ -72,7 +74,7 @@ def test_the_one_that_has_the_prefix_computes_the_rest():
 def test_who_computes_prompts_answers_where_no_other_is_left():
     both = fleet_of(PREFILL, DECODE)
     assert route(asked(), both, index([8, 0])).replica == 1
-    both[1].out = True
+    both.change(1, out=True)
     assert route(asked(), both, index([0, 0])).replica == 0
     assert prefill_at(asked(), both, index([0, 0])) is None
 
@@ -91,8 +93,8 @@ def test_pages_that_were_exported_are_not_computed_but_moved():
 
 @given(candidates, held, st.lists(st.booleans(), min_size=9, max_size=9))
 def test_it_is_never_one_that_may_not_or_that_costs_more(found, pages, helps):
-    for one, helper in zip(found, helps, strict=False):
-        one.role = PREFILL if helper else DECODE
+    roles = [PREFILL if helper else DECODE for helper in helps]
+    found = CandidateTable(replace(one, role=role) for one, role in zip(found, roles, strict=False))
     try:
         here = route(asked(), found, index(pages))
     except NotReady:
@@ -256,9 +258,9 @@ async def test_the_price_decides_where_nobody_forces_it(tmp_path):
         for member in world.of(DECODE):
             number = member.number
             crowded = View(n_rows=50, prefill_token_s=1e-3, row_s=1e-4)
-            world.fleet._router.candidates[number].view = crowded
+            world.fleet._router.candidates.change(number, view=crowded)
         idle = View(n_rows=0, prefill_token_s=1e-3, row_s=1e-4)
-        world.fleet._router.candidates[world.of(PREFILL)[0].number].view = idle
+        world.fleet._router.candidates.change(world.of(PREFILL)[0].number, view=idle)
         running = asyncio.ensure_future(answer(world.fleet, asked[0]))
         await asyncio.sleep(0)
         await until(lambda: world.of(PREFILL)[0].n_requests == 1)

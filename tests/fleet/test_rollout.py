@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import uuid
 from pathlib import Path
@@ -397,3 +398,67 @@ async def test_a_canary_that_is_out_is_answered_for_by_the_others(models):
         for i in range(6):
             _, versions, errors = await told(world, asked(i))
             assert (set(versions), errors) == ({"0"}, [])
+
+
+class MemoryWorld(World):
+    """A front that takes weights from memory: a number; -1 cannot be written. ``directories`` are those it wrote."""
+
+    def __init__(self, n: int, model: str, root: Path) -> None:
+        super().__init__(n, model)
+        self.fleet = FleetEngine(self.source, model=model, write=self.write)
+        self.root, self.directories = root, list[Path]()
+
+    def write(self, number: Any) -> str:
+        if number < 0:
+            raise WeightsError("params.embed: of another shape", field="params.embed")
+        directory = self.root / f"written-{len(self.directories)}"
+        directory.mkdir()
+        (directory / "weights").write_text(str(number))
+        self.directories.append(directory)
+        return str(directory)
+
+    def kept(self) -> list[int]:
+        """Numbers of the directories that are still there."""
+        gc.collect()
+        return [i for i, directory in enumerate(self.directories) if directory.exists()]
+
+
+async def test_weights_from_memory_stay_while_they_may_be_needed(models, tmp_path):
+    async with MemoryWorld(2, models(1), tmp_path) as world:
+        await world.order(source=2, version="two")
+        assert await world.versions() == ["two"] * 2
+        assert [one.weights for one in world.fleet.members] == ["w2"] * 2
+        assert world.kept() == [0]
+        with pytest.raises(WeightsError, match="of another shape"):
+            await world.order(source=-1)
+        with pytest.raises(BadRequest, match="partial is of one engine"):
+            await world.order(source=3, partial=True)
+        assert (await world.versions(), world.kept()) == (["two"] * 2, [0])
+        await world.order(source=3)
+        assert world.kept() == [0, 1], "the old ones are what a rollback loads"
+        await world.order("rollback_weights")
+        assert [one.weights for one in world.fleet.members] == ["w2"] * 2
+        assert world.kept() == [0]
+        world.source.kill("r0")
+        await until(lambda: len(world.fleet.members) == 1)
+        await world.source.add()
+        await until(lambda: [one.weights for one in world.fleet.members] == ["w2"] * 2)
+        await world.order(source=4)
+        await world.order(source=Path(models(5)))
+        assert [one.weights for one in world.fleet.members] == ["w5"] * 2
+        assert world.kept() == [2]
+    assert world.kept() == []
+
+
+async def test_a_canary_from_memory_is_promoted_or_not(models, tmp_path):
+    async with MemoryWorld(2, models(1), tmp_path) as world:
+        await world.order(source=2, canary=0.5)
+        assert sorted(one.weights or "" for one in world.fleet.members) == ["w1", "w2"]
+        await world.order("rollback_weights")
+        assert [one.weights for one in world.fleet.members] == ["w1"] * 2
+        assert world.kept() == []
+        await world.order(source=3, canary=0.5, version="three")
+        await world.order(source=3, version="three")
+        assert [one.weights for one in world.fleet.members] == ["w3"] * 2
+        facts = await world.order("weight_info")
+        assert (facts["version"], facts["canary"]) == ("three", None)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import random
+from collections.abc import Iterable
 
-import msgspec
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import asdict, replace
 
 from jserve.engine.view import PageEvent, View
 from jserve.errors import NotReady
 from jserve.fleet import pages
+from jserve.fleet.candidates import PREFILL, Candidate, CandidateTable
 from jserve.fleet.pages import PageIndex, PageNames, digests_of
 from jserve.fleet.roles import DECODE
-from jserve.fleet.route import PREFILL, SLACK, Asked, Candidate, route
+from jserve.fleet.route import SLACK, Asked, ReplicaChoice, able_of, prices, route
 from jserve.fleet.router import POLICIES, ReplicaRouter
-from tests.fleet.direct import PlainPages, direct_route
+from jserve.request_options import Lane
+from tests.fleet.direct import PlainPages, direct_price, direct_route
 
 PAGE = 16
 PAGES = tuple(bytes([i]) * 8 for i in range(8))
@@ -30,7 +32,9 @@ views = st.builds(
     adapters=st.sampled_from([(), ("x",), ("x", "y")]),
     n_rows=st.integers(0, 50),
     n_before=st.integers(0, 3),
-    wait_s=st.fixed_dictionaries({"standard": seconds}),
+    wait_s=st.fixed_dictionaries(
+        {"standard": seconds}, optional={"interactive": seconds, "bulk": seconds}
+    ),
     prefill_token_s=st.floats(1e-6, 1e-2),
     row_s=st.floats(0.0, 1e-3),
     page_s=st.floats(0.0, 1e-3),
@@ -65,11 +69,15 @@ def index(held: list[int]) -> PageIndex:
 
 def view(**changes) -> View:
     base = View(n_rows=4, wait_s={"standard": 0.1}, prefill_token_s=1e-3, row_s=1e-4)
-    return msgspec.structs.replace(base, **changes)
+    return replace(base, **changes)
+
+
+def route_to(asked: Asked, candidates: Iterable[Candidate], pages: PageIndex) -> ReplicaChoice:
+    return route(asked, CandidateTable(candidates), pages)
 
 
 def chosen(candidates: list[Candidate], held: list[int], **changes) -> int:
-    return route(asked(**changes), candidates, index(held)).replica
+    return route_to(asked(**changes), candidates, index(held)).replica
 
 
 @given(candidates, held, st.sampled_from([None, "a"]), st.sampled_from([None, "y"]))
@@ -92,7 +100,7 @@ def test_one_that_may_not_take_it_never_does(candidates, held, weights, adapter)
 @given(candidates, held, st.randoms(use_true_random=False))
 def test_their_order_does_not_matter(candidates, held, rng):
     """But for equal costs, which go by the numbers' hashes."""
-    costs = [route(asked(), [one], index([n])).cost_s for one, n in _ready(candidates, held)]
+    costs = [route_to(asked(), [one], index([n])).cost_s for one, n in _ready(candidates, held)]
     if len({*costs}) < len(costs) or not costs:
         return
     pairs = [*_ready(candidates, held)]
@@ -115,9 +123,7 @@ def test_more_pages_or_less_wait_lose_nobody_a_request(candidates, held):
     more = [*held]
     more[first] = min(len(PAGES), more[first] + 1)
     assert chosen(candidates, more) == first
-    shorter = dataclasses.replace(
-        candidates[first], view=msgspec.structs.replace(candidates[first].view, wait_s={})
-    )
+    shorter = replace(candidates[first], view=replace(candidates[first].view, wait_s={}))
     assert chosen([*candidates[:first], shorter, *candidates[first + 1 :]], held) == first
 
 
@@ -125,21 +131,21 @@ def test_more_pages_or_less_wait_lose_nobody_a_request(candidates, held):
 def test_a_prefix_that_nobody_has_goes_where_it_is_not_much_dearer(candidates):
     if not any(one.view.ready for one in candidates):
         return
-    choice = route(asked(), candidates, PageIndex())
-    alone = [route(asked(), [one], PageIndex()).cost_s for one in candidates if one.view.ready]
+    choice = route_to(asked(), candidates, PageIndex())
+    alone = [route_to(asked(), [one], PageIndex()).cost_s for one in candidates if one.view.ready]
     assert choice.cost_s <= SLACK * min(alone) * (1 + 1e-9)
     assert choice.n_cached == 0
 
 
 def test_the_price_in_seconds_by_hand():
     one = Candidate(view=view(), n_sent=1, sent_s=0.5, suspicion=2.0)
-    choice = route(asked(), [one], index([5]))
+    choice = route_to(asked(), [one], index([5]))
     new = 140 - 5 * PAGE
     assert choice.n_cached == 80
     assert choice.first_s == pytest.approx(0.1 + 0.5 + new * 1e-3)
     assert choice.cost_s == pytest.approx(2 * (choice.first_s + 5 * (new * 1e-3 + 20 * 1e-4)))
-    one.view = msgspec.structs.replace(one.view, step_s=0.09, chunk=40.0)  # 0.05 without a prompt
-    in_steps = route(asked(), [one], index([5]))
+    slow = replace(one, view=view(step_s=0.09, chunk=40.0))  # 0.05 without a prompt
+    in_steps = route_to(asked(), [slow], index([5]))
     assert in_steps.first_s == pytest.approx(choice.first_s + 2 * 0.05)
     assert in_steps.cost_s == choice.cost_s
 
@@ -152,7 +158,7 @@ def test_what_is_evicted_and_computed_again_counts():
     assert chosen([holds, empty], [4, 0]) == 0
     dear = Candidate(view=view(wait_s={"standard": 0.15}, n_rows=0))
     assert chosen([dear, empty], [4, 0]) == 1, "more than twice what it has"
-    assert route(asked(), [holds, empty], index([0, 0])).replica == 1
+    assert route_to(asked(), [holds, empty], index([0, 0])).replica == 1
 
 
 def test_a_promise_that_only_one_can_keep_is_its_own():
@@ -167,10 +173,10 @@ def test_a_promise_that_only_one_can_keep_is_its_own():
 def test_prefixes_of_nobody_are_spread_and_stay_where_they_are():
     fleet = [Candidate(view=view()) for _ in range(8)]
     keys = [(bytes([i]) * 8,) for i in range(200)]
-    went = [route(asked(pages=key), fleet, PageIndex()).replica for key in keys]
+    went = [route_to(asked(pages=key), fleet, PageIndex()).replica for key in keys]
     assert {went.count(i) > 10 for i in range(8)} == {True}
     fewer = [*fleet[:7], Candidate(view=view(ready=False))]
-    again = [route(asked(pages=key), fewer, PageIndex()).replica for key in keys]
+    again = [route_to(asked(pages=key), fewer, PageIndex()).replica for key in keys]
     assert all(a == b for a, b in zip(went, again, strict=True) if a != 7)
 
 
@@ -219,7 +225,7 @@ def test_what_ended_counts_until_the_view_says_so():
 def test_the_wait_for_a_place_by_hand(n_sent: int, n_ended: int, wait_s: float):
     queue = view(n_rows=10, n_before=3, wait_s={"standard": 0.3})
     one = Candidate(view=queue, n_sent=n_sent, n_ended=n_ended)
-    choice = route(asked(pages=()), [one], PageIndex())
+    choice = route_to(asked(pages=()), [one], PageIndex())
     assert choice.first_s == pytest.approx(wait_s + 0.14)
     assert choice.cost_s == pytest.approx(choice.first_s + (10 + n_sent) * (0.14 + 20 * 1e-4))
 
@@ -230,10 +236,10 @@ def test_the_router_counts_the_work_that_is_sent():
     router.choose(asked())
     assert router.prefill_s == pytest.approx((140 - 5 * PAGE) * 1e-3), "what is cached is no work"
     assert router.decode_s == pytest.approx(20 * 2e-3)
-    router.candidates[0].role = DECODE
+    router.candidates.change(0, role=DECODE)
     router.update(1, view(n_rows=0, wait_s={}))
-    router.candidates[1].role = PREFILL
-    router.candidates[0].view = view(n_rows=900, token_s=2e-3)
+    router.candidates.change(1, role=PREFILL)
+    router.candidates.change(0, view=view(n_rows=900, token_s=2e-3))
     apart = asked(pages=PROMPTS[0], n_prompt=12 * PAGE + 8)
     before = router.prefill_s, router.decode_s
     assert router.choose_prefill(apart) is not None
@@ -248,7 +254,7 @@ def test_a_replica_that_is_lost_has_nothing():
     for i in range(2):
         router.update(i, view(), [PageEvent(True, d) for d in PAGES])
     router.lost(0)
-    assert router.pages.known(PAGES, 2) == [0, 8]
+    assert router.pages.known(PAGES, 2).tolist() == [0, 8]
     assert router.choose(asked()).replica == 1
     router.lost(1)
     with pytest.raises(NotReady):
@@ -274,6 +280,21 @@ def test_every_policy_leaves_out_who_takes_nothing(policy):
     for i in range(4):
         router.update(i, view(ready=i % 2 == 1))
     assert {router.choose(asked()).replica for _ in range(40)} <= {1, 3}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_leaves_out_numbers_for_one_choice(policy):
+    router = ReplicaRouter(4, policy, seed=1)
+    for i in range(4):
+        router.update(i, view())
+    before = router.choose(asked()).replica  # it has the prefix now
+    others = {0, 1, 2, 3} - {before}
+    assert {router.choose(asked(), leave_out={before}).replica for _ in range(20)} <= others
+    last = min(others)
+    assert router.choose(asked(), leave_out={0, 1, 2, 3} - {last}).replica == last
+    with pytest.raises(NotReady):
+        router.choose(asked(), leave_out=range(4))
+    assert able_of(asked(), router.candidates).all(), "none is left out any more"
 
 
 PROMPTS = [
@@ -337,7 +358,7 @@ def test_the_index_knows_what_a_plain_account_knows(slides, seed):
     for _ in range(60):
         both.step()
         for prompt in PROMPTS:
-            assert both.pages.known(prompt, 3) == both.plain.known(prompt, 3)
+            assert both.pages.known(prompt, 3).tolist() == both.plain.known(prompt, 3)
     for one in both.sent:
         both.pages.over(*one)
     assert not both.pages._sent._root.below, "nothing is kept of prompts that are over"
@@ -360,6 +381,15 @@ fleets = st.lists(
 )
 
 
+def changed_table(candidates: list[Candidate]) -> CandidateTable:
+    """A table whose candidates became these one field after the other."""
+    table = CandidateTable([Candidate(view=view(), n_sent=1, sent_s=9.0)] * len(candidates))
+    for number, one in enumerate(candidates):
+        for name, value in asdict(one).items():
+            table.change(number, **{name: value})
+    return table
+
+
 @given(
     fleets,
     st.integers(0, 2**32),
@@ -367,24 +397,49 @@ fleets = st.lists(
     st.sampled_from([None, None, "y"]),
     st.sampled_from([None, 0.0, 0.5, 5.0]),
     st.sampled_from([0, 48, 144]),
+    st.sampled_from(Lane),
+    st.sets(st.integers(0, 8), max_size=3),
 )
 def test_the_choice_is_that_of_the_plain_form_bit_for_bit(
-    candidates, seed, weights, adapter, ttft_s, n_ready
+    candidates, seed, weights, adapter, ttft_s, n_ready, lane, leave_out
 ):
-    both = Replayed(random.Random(seed), len(candidates), slides=False)
+    both, n = Replayed(random.Random(seed), len(candidates), slides=False), len(candidates)
     for _ in range(40):
         both.step()
-    terms = {"weights": weights, "adapter": adapter, "ttft_s": ttft_s}
+    terms = {"weights": weights, "adapter": adapter, "ttft_s": ttft_s, "lane": lane}
+    table, leave_out = changed_table(candidates), leave_out & {*range(n)}
+    without = [replace(one, out=one.out or i in leave_out) for i, one in enumerate(candidates)]
     for prompt in PROMPTS:
-        n, ready = len(prompt) * PAGE, min(n_ready, len(prompt) * PAGE)
-        one = asked(pages=prompt, n_prompt=n + 7, n_ready=ready, **terms)
-        known = both.plain.known(prompt, len(candidates))
-        wanted = direct_route(one, candidates, known)
+        n_full = len(prompt) * PAGE
+        one = asked(pages=prompt, n_prompt=n_full + 7, n_ready=min(n_ready, n_full), **terms)
+        wanted = direct_route(one, without, both.plain.known(prompt, n))
         if wanted is None:
             with pytest.raises(NotReady):
-                route(one, candidates, both.pages)
+                route(one, table, both.pages, leave_out)
         else:
-            assert route(one, candidates, both.pages) == wanted
+            assert route(one, table, both.pages, leave_out) == wanted
+
+
+@given(fleets, held, st.sampled_from([0, 48, 112]), st.sampled_from(Lane))
+def test_prices_are_those_of_the_plain_form_bit_for_bit(candidates, held, n_ready, lane):
+    one = asked(n_ready=n_ready, lane=lane)
+    known = index(held).known(PAGES, len(candidates))
+    plain = [direct_price(one, *each) for each in zip(candidates, held, strict=False)]
+    found = prices(one, changed_table(candidates), known)
+    assert found.first_s.tolist() == [first_s for first_s, _, _ in plain]
+    assert found.cost_s.tolist() == [cost_s for _, cost_s, _ in plain]
+    assert found.total_s.tolist() == [cost_s + evicted_s for _, cost_s, evicted_s in plain]
+
+
+def test_a_prefix_that_only_one_who_takes_nothing_has_is_one_that_nobody_has():
+    """The hash says where it goes, among the near ones."""
+    fleet = [Candidate(view=view(prefill_token_s=1e-3 + i * 1e-6)) for i in range(8)]
+    table = CandidateTable([*fleet, Candidate(view=view(), out=True)])
+    for i in range(20):
+        one = asked(pages=(bytes([i]) * 8,))
+        cold, pages = route(one, table, PageIndex()), PageIndex()
+        pages.send(8, one.pages)
+        assert route(one, table, pages) == cold
 
 
 def test_a_prompt_that_was_not_sent_cannot_be_over():

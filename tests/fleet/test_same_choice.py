@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jserve.config import EngineConfig
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.roles import DECODE
-from jserve.fleet.route import PREFILL
 from jserve.sim import traffic
 from jserve.sim.costs import Device
 from jserve.sim.faults import KINDS, ReplicaFault

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.model import sample as sampling, slots as slot_rows
-from jserve.model.sample import Draws
+from jserve.model.draws import Draws
 from jserve.model.view import N_STOP_IDS
 from jserve.runner.batch import uses
 from jserve.sampling import SamplingParams

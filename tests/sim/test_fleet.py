@@ -59,6 +59,18 @@ def test_an_arrival_waits_for_no_other_engine():
     assert [d.ttft for d in run.records.done] == pytest.approx([0.7, 0.7], abs=1e-6)
 
 
+def test_a_request_that_moves_goes_to_another_replica():
+    """However dear that is."""
+    made = dataclasses.replace(setup(), replicas=2)
+    simulation = FleetSimulation([item("1", 0.0, 20, 4)], made, limits_of(made))
+    simulation._deliver(0.0)
+    [sent] = simulation._sent.values()
+    other = 1 - sent.to.number
+    simulation.router.candidates.change(other, suspicion=1e6)
+    simulation._move(simulation._sent.pop("1"), 0.0)
+    assert simulation._sent["1"].to.number == other
+
+
 def test_the_router_hears_of_every_end(monkeypatch):
     """Also between two views, as that of a live front does."""
     heard, ended = Counter(), ReplicaRouter.ended

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from jserve import cli
 from jserve.errors import ConfigError
 from jserve.fleet import face
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.member import OVERDUE_S, OVERDUE_STEPS
 from jserve.fleet.roles import DECODE
-from jserve.fleet.route import PREFILL
 from jserve.sim.faults import DEATH, HANG, KINDS, ReplicaFault, parse_faults
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.lost_requests import PATIENCE

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from jserve import cli
 from jserve.errors import ConfigError
 from jserve.fleet import router
+from jserve.fleet.candidates import PREFILL
 from jserve.fleet.roles import DECODE
-from jserve.fleet.route import PREFILL, ReplicaChoice, route
+from jserve.fleet.route import ReplicaChoice, route
 from jserve.sim import traffic
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.records import Done
