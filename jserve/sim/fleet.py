@@ -110,7 +110,11 @@ class FleetSimulation:
             self._join(self.clients.next_at or 0.0)
 
     def run(self) -> Run:
-        """Until all is served, or who watches has seen enough."""
+        """Until all is served, or who watches has seen enough.
+
+        Raises:
+            ConfigError: a fault comes when all is served, or no replica runs.
+        """
         with no_gc():
             return self._run()
 
