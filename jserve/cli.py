@@ -340,6 +340,10 @@ def simulate(
     transfer_gb_s: Annotated[
         float, typer.Option(help="GB/s of KV pages between engines with roles; 0: as copies", min=0)
     ] = 0.0,
+    faults: Annotated[
+        str,
+        typer.Option(help="engines that die or hang, at these seconds: death=60,hang=120.5; none"),
+    ] = "",
     slo_ttft_ms: Annotated[float, typer.Option(help="good: first token within")] = float("inf"),
     slo_tpot_ms: Annotated[float, typer.Option(help="good: mean token time within")] = float("inf"),
     sweep: Annotated[str, typer.Option(help="option=a,b,c: one run per value")] = "",

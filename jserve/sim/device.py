@@ -146,6 +146,11 @@ class SimRunner:
     def flush(self, pages: list[tuple[int, bytes]]) -> None:
         """Nothing outlives a simulation."""
 
+    def lose(self, at: float) -> None:
+        """Its process ended at ``at``, or stands still from then on: pages that are not written by then never are."""
+        if self._pages is not None:
+            self._pages.lose(at)
+
     def counters(self) -> dict[str, float]:
         """For ``Engine.stats``."""
         return {"device_busy_seconds_total": self.busy_s}

@@ -7,20 +7,23 @@ choice in the middle of a step knows nothing of it. Requests that wait move as l
 they may follow the load (``fleet.role_control``).
 With ``max_replicas`` others are started and stopped by the load (``fleet.autoscale``); unlike a live one, a replica
 that is stopped ends what it works on.
+
+With ``faults`` replicas are lost (``sim.outages``), in the middle of a step too: where a step ends behind the next
+fault, clients get its outputs once it is known that its replica is not the lost one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 from heapq import heappop, heappush
 
-from jserve.errors import ConfigError
+from jserve.engine.engine import refusal
+from jserve.errors import EngineDead, NotReady
 from jserve.fleet.asking import Asking
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.candidates import PREFILL
-from jserve.fleet.describe import view_of
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import (
     after_prefill,
@@ -30,29 +33,23 @@ from jserve.fleet.remote_prefill import (
     ready_behind,
 )
 from jserve.fleet.role_control import RoleControl
-from jserve.fleet.roles import DECODE, lacking
+from jserve.fleet.roles import DECODE, exchanged, lacking
 from jserve.fleet.route import ReplicaChoice
-from jserve.fleet.router import POLICIES, ReplicaRouter
-from jserve.fleet.shared_pages import check_shares_pages
+from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.suspicion import RetryBudget
 from jserve.ports import RunnerLimits
-from jserve.sched.stats import SchedStats
+from jserve.sim.fleet_checks import check_fleet
+from jserve.sim.lost_requests import LostRequests
+from jserve.sim.outages import LOOKS_S, Outages
 from jserve.sim.pages import SharedPages
-from jserve.sim.replica import Said, SentItem, SimReplica
-from jserve.sim.simulate import (
-    Clients,
-    Run,
-    Setup,
-    limits_of,
-    no_gc,
-    simulate,
-    without_deadlines,
-)
-from jserve.sim.trace import TraceItem, request_of
-from jserve.types import Finish, Output, Request
+from jserve.sim.replica import Messages, SentItem, SimReplica
+from jserve.sim.simulate import Clients, Run, Setup, limits_of, no_gc, simulate
+from jserve.sim.totals import together
+from jserve.sim.trace import TraceItem
+from jserve.types import Output, Request
 
-VIEW_S = LOOKS_S = 0.05
-"""Between two views of a replica, and between two looks for requests that had better wait elsewhere."""
+VIEW_S = 0.05
+"""Between two views of a replica."""
 
 
 def simulated(trace: Seq[TraceItem], setup: Setup) -> Run:
@@ -60,18 +57,6 @@ def simulated(trace: Seq[TraceItem], setup: Setup) -> Run:
     if max(setup.replicas, setup.max_replicas) == 1:
         return simulate(trace, setup)
     return FleetSimulation(list(trace), setup, limits_of(setup)).run()
-
-
-def check_roles(setup: Setup) -> None:
-    """Raises ConfigError for roles that the other options of ``setup`` exclude."""
-    if not setup.roles:
-        return
-    check_shares_pages(setup.config.cache)
-    if setup.max_replicas > setup.replicas:
-        raise ConfigError("the number of replicas with roles is fixed", field="max_replicas")
-    if setup.transfer_gb_s and not setup.device.page_bytes:
-        why = f"{setup.device.name} does not say how large a page is"
-        raise ConfigError(f"transfer_gb_s: {why}", field="transfer_gb_s")
 
 
 def _name(one: SimReplica) -> str:
@@ -87,15 +72,14 @@ class FleetSimulation:
     """
 
     def __init__(self, trace: Seq[TraceItem], setup: Setup, limits: RunnerLimits) -> None:
-        if setup.router not in POLICIES:
-            raise ConfigError(f"router must be one of {', '.join(POLICIES)}", field="router")
-        if setup.batching != "continuous":
-            raise ConfigError("static batching is simulated for one engine", field="batching")
-        check_roles(setup)
+        check_fleet(setup)
         self.clients = Clients(trace, setup)
         self.router = ReplicaRouter(policy=setup.router, seed=setup.seed)
-        self._asking = Asking()
         self.setup, self.limits, self.page_size = setup, limits, limits.page_size
+        self._asking = Asking()
+        self.lost = LostRequests(self.clients, self._asking, self.page_size)
+        """Requests that no replica has."""
+        self._outages = Outages(self)
         self.replicas: dict[int, SimReplica] = {}
         """Those that run, by number."""
         self.ended: list[SimReplica] = []
@@ -103,8 +87,9 @@ class FleetSimulation:
         self.autoscaler = Autoscaler()
         self.n_moved = 0
         """Times that a request was moved elsewhere."""
-        self.n_remote = 0
-        """Prompts that a prefill replica computed."""
+        self.n_remote = self.n_remote_failed = 0
+        """Prompts that a prefill replica computed, and did not."""
+        self._roles = setup.roles
         self._shared = SharedPages(setup.transfer_s) if setup.roles else None
         self._role_control = RoleControl() if setup.auto_roles else None
         self._role_changes: list[tuple[float, int, str]] = []
@@ -113,20 +98,23 @@ class FleetSimulation:
         self._n_prefills = 0
         self._ends: list[float] = []
         """A heap of the times at which prefills ended that the router may not have heard of."""
-        self._starting: list[float] = []
+        self.starting: list[float] = []
         """Times at which those that were started will be ready."""
         self._next_sample = 0.0
-        self._said: list[Said] = []
-        """A heap of the messages that the router has not heard yet."""
-        self._n_said = 0
-        self._sent: dict[str, SentItem] = {}
+        self._messages = Messages()
+        """Those that the router has not heard yet."""
+        self.sent: dict[str, SentItem] = {}
         """By id of a request or prefill, in the order in which they were sent."""
         self._rebalances, self._next_look = RetryBudget(), 0.0
         for _ in range(setup.replicas):
             self._join(self.clients.next_at or 0.0)
 
     def run(self) -> Run:
-        """Until all is served, or who watches has seen enough."""
+        """Until all is served, or who watches has seen enough.
+
+        Raises:
+            ConfigError: a fault comes when all is served, or no replica runs.
+        """
         with no_gc():
             return self._run()
 
@@ -139,6 +127,7 @@ class FleetSimulation:
             if next_at is not None and (behind is None or next_at <= behind.now):
                 self._deliver(next_at)
             elif behind is not None:
+                self.start_ready(behind.now)
                 self._look(behind.now)
                 self._step(behind)
             else:
@@ -147,15 +136,19 @@ class FleetSimulation:
 
     @property
     def _next_at(self) -> float | None:
-        """The time at which a client, or the end of a prefill, has something sent next."""
+        """The time at which a client, or the end of a prefill, has something sent next, or a replica is lost."""
         times = [at for at in (self.clients.next_at, *self._ends[:1]) if at is not None]
+        if self.setup.faults:
+            times += [at for at in self._outages.times() if at < math.inf]
         return min(times, default=None)
 
     def _deliver(self, now: float) -> None:
         """Hand in what is due at ``now``."""
         while self._ends and self._ends[0] <= now:
             heappop(self._ends)
-            self._hear(now)
+            self.hear(now)
+        if self.setup.faults:
+            self._outages.look(now)
         for at, item, index, hangs_up in self.clients.due(now):
             if hangs_up:
                 self._hang_up(item, index, at)
@@ -166,9 +159,19 @@ class FleetSimulation:
         for one in self.replicas.values():
             if not one.busy:
                 one.simulation.clock.now = max(one.now, at)
-        self._hear(at)
+        self.hear(at)
+        self.start_ready(at)
         self._scale(at)
         request = self.clients.sent(item, at)
+        try:
+            self._place(item, request, at)
+        except NotReady as error:
+            if not self.replicas:
+                error = EngineDead("no replica is ready", retry_after=error.retry_after)
+            self.clients.receive(refusal(request, error), at)
+            self.clients.take_ended()
+
+    def _place(self, item: TraceItem, request: Request, at: float) -> None:
         asked = self._asking.of(request, self.page_size)
         apart = self.setup.roles and may_be_remote(request)
         choice = self.router.choose_prefill(asked) if apart else None
@@ -186,61 +189,84 @@ class FleetSimulation:
 
     def _submit(self, sent: SentItem, request: Request, now: float) -> None:
         """Hand ``request`` to the replica of ``sent``."""
-        to, self._sent[request.id] = sent.to, sent
+        to = sent.to
         if not to.busy:
             to.simulation.clock.now = max(to.now, now)
+        if self.setup.faults and not self.sent_to(to):
+            to.heard_at = now
+        self.sent[request.id] = sent
         to.n_sent += 1
         to.simulation.engine.submit(request)
 
+    def sent_to(self, one: SimReplica) -> list[tuple[str, SentItem]]:
+        """(id, request or prefill) of all that ``one`` has, oldest first."""
+        return [(id, sent) for id, sent in self.sent.items() if sent.to is one]
+
     def _hang_up(self, item: TraceItem, index: int | None, at: float) -> None:
         """The client of ``item`` wants no more of choice ``index``, or of any."""
-        self._hear(at)
+        self.hear(at)
         prefill = self._prefills.get(item.id)
-        if prefill is None:
-            if item.id in self._sent:
-                self._sent[item.id].to.simulation.engine.cancel(item.id, index)
-            return
-        sent = self._sent[prefill]
-        gone = sent.still_open & ({index} if index is not None else sent.still_open)
-        sent.still_open -= gone
-        ends = [Output(request_id=item.id, index=i, finish=Finish.ABORT) for i in sorted(gone)]
-        self.clients.receive(ends, at)
-        if not sent.still_open:
-            self._take_prefill(prefill)
-            sent.to.simulation.engine.cancel(prefill)
+        sent = self.sent.get(prefill or item.id)
+        if sent is not None:
+            sent.hang_up(index)
+        if sent is not None and prefill is None and sent.to.outage is None:
+            sent.to.simulation.engine.cancel(item.id, index)
+        elif sent is not None or item.id in self.lost:
+            self.end(item, range(len(item.outputs)) if index is None else (index,), at)
+
+    def end(self, item: TraceItem, choices: Collection[int], at: float) -> None:
+        """The client of ``item``, which no engine answers, wants no more of ``choices``."""
+        for id, n_tokens in self.lost.end(item, choices, at):
+            self.lost.forget(id)
+            self._over(id, n_tokens)
+            prefill = self._prefills.get(id, "")
+            sent = self._take_prefill(prefill)
+            if sent is not None:
+                sent.to.simulation.engine.cancel(prefill)
+
+    def _over(self, id: str, n_tokens: int) -> None:
+        """The request ``id`` ended after ``n_tokens``."""
+        sent = self.sent.pop(id, None)
+        if sent is not None:  # else its client hung up before it was answered
+            self._asking.learn(n_tokens)
+            self.router.over(sent.asked, sent.to.number)
+            self._rebalances.earned()
 
     def _take_prefill(self, id: str) -> SentItem | None:
         """The prefill ``id``, which nobody computes or wants any more; None: nobody did before."""
-        sent = self._sent.pop(id, None)
+        sent = self.sent.pop(id, None)
         if sent is not None:
             del self._prefills[sent.item.id]
             self.router.over(sent.asked, sent.to.number)
         return sent
 
-    def _answer(self, end: Output, now: float) -> None:
-        """As ``fleet.placement`` does: a request whose prefill is over is answered where that costs least."""
-        prefill = self._take_prefill(end.request_id)
+    def answer(self, id: str, now: float, *, done: bool) -> None:
+        """As ``fleet.placement`` does: a request whose prefill ``id`` is over is answered where that costs least.
+        ``done``: its pages are written."""
+        prefill = self._take_prefill(id)
         if prefill is None:
             return
-        self.n_remote += is_done(end)
+        self.n_remote += done
+        self.n_remote_failed += not done
         item = prefill.item
         request = self._request(item)
-        asked = ready_behind(self._asking.of(request, self.page_size), ready=is_done(end))
-        sent = SentItem(item, asked, self._chosen(self.router.choose(asked)))
+        asked = ready_behind(self._asking.of(request, self.page_size), ready=done)
+        try:
+            sent = SentItem(item, asked, self._chosen(self.router.choose(asked)))
+        except NotReady:
+            self.lost.park([item], now)
+            return
         self._submit(sent, after_prefill(request, prefill.still_open, ""), now)
 
     def _request(self, item: TraceItem) -> Request:
         """That of ``item``, which was sent before."""
-        record = self.clients.records.open[item.id]
-        request = request_of(item, self.clients.streams, record.at)
-        request = dataclasses.replace(request, attempt=record.attempt)
-        return request if self.setup.deadlines else without_deadlines(request)
+        return self.clients.again(item)
 
     def _look(self, now: float) -> None:
         """Every ``LOOKS_S``, by what the router has heard; nothing that is sent before ``now`` comes later."""
         if now >= self._next_look and (self.router.by_price or self._role_control):
             self._next_look = now + LOOKS_S
-            self._hear(now)
+            self.hear(now)
             if self.router.by_price:
                 self._rebalance(now)
             self._follow_load(now)
@@ -255,6 +281,7 @@ class FleetSimulation:
             return
         one = self.replicas[number]
         one.role = DECODE if one.role == PREFILL else PREFILL
+        self._roles = exchanged(self._roles, one.role)
         router.candidates.change(number, role=one.role)
         self._role_changes.append((now, number, one.role))
 
@@ -262,7 +289,7 @@ class FleetSimulation:
         """As ``fleet.placement`` does: requests that wait go where they cost less than the wait that is left."""
         sent = [
             (id, one.asked, one.to.number)
-            for id, one in self._sent.items()
+            for id, one in self.sent.items()
             if not self._has_told(id, now)
         ]
         waiting = waits_of(sent, self.router.candidates)
@@ -270,18 +297,21 @@ class FleetSimulation:
             if goes_elsewhere(one, self.router.candidates, self.router.pages):
                 if not self._rebalances.spend(1):
                     return
-                self._move(self._sent.pop(one.id), now)
+                self._move(self.sent.pop(one.id), now)
 
     def _has_told(self, id: str, now: float) -> bool:
-        if self._sent[id].is_prefill:
+        if self.sent[id].is_prefill:
             return False
         record = self.clients.records.open.get(id)
         return record is None or any([times and times[0] <= now for times in record.times])
 
     def _may_move(self, id: str) -> bool:
-        sent = self._sent[id]
-        apart = sent.is_prefill or sent.asked.n_ready > 0
-        return not apart and not self.clients.records.open[id].attempt
+        sent = self.sent[id]
+        if sent.is_prefill or sent.asked.n_ready > 0 or sent.hung_up:
+            return False
+        record = self.clients.records.open[id]
+        told = any(record.times)  # by a step that may be under way
+        return not record.attempt and not told
 
     def _move(self, sent: SentItem, now: float) -> None:
         """The request, which is ``sent`` no longer, goes to the cheapest other replica."""
@@ -294,56 +324,46 @@ class FleetSimulation:
         self._submit(SentItem(item, sent.asked, to), self._request(item), now)
 
     def _step(self, one: SimReplica) -> None:
-        outputs = one.simulation.advance()
+        one.outputs = one.simulation.step()
+        if one.now <= self._outages.next_at:
+            self.tell(one)
+
+    def tell(self, one: SimReplica) -> None:
+        """Clients and router get what the last step of ``one`` told."""
+        outputs, one.outputs = one.outputs or [], None
+        self.clients.receive(outputs, one.now)
         prefills = [out for out in outputs if self._ends_prefill(out)]
         if prefills:
             heappush(self._ends, one.now)
         tells = one.now - one.told_at > VIEW_S or not one.busy
-        self._say(one, self.clients.take_ended(), prefills, tells=tells)
+        if outputs or tells:
+            one.heard_at = one.now
+        self._messages.say(one, self.clients.take_ended(), prefills, tells=tells)
         if one.now >= self._next_sample:
             self._sample(one.now)
         self._scale(one.now)
 
     def _ends_prefill(self, output: Output) -> bool:
-        sent = None if output.finish is None else self._sent.get(output.request_id)
+        sent = None if output.finish is None else self.sent.get(output.request_id)
         return sent is not None and sent.is_prefill
 
-    def _say(
-        self,
-        one: SimReplica,
-        ended: Seq[tuple[str, int]] = (),
-        prefills: Seq[Output] = (),
-        *,
-        tells: bool,
-    ) -> None:
-        """Queue what ``one`` says now; ``tells``: its view is among it."""
-        if not tells and not ended and not prefills:
-            return
-        view, pages = None, []
-        if tells:
-            engine, one.told_at = one.simulation.engine, one.now
-            n_taken = one.n_sent - engine.n_unread
-            view = view_of(one.simulation.scheduler, n_taken, page_s=engine.page_s)
-            pages = one.log.take()
-        self._n_said += 1
-        said = Said(one.now, self._n_said, one, ended, prefills, view, pages)
-        heappush(self._said, said)
-
-    def _hear(self, now: float) -> None:
+    def hear(self, now: float) -> None:
         """The router hears what was said until ``now``."""
-        while self._said and self._said[0].at <= now:
-            said = heappop(self._said)
+        for said in self._messages.until(now):
             self.router.ended(said.by.number, len(said.ended) + len(said.prefills))
             for id, n_tokens in said.ended:
-                sent = self._sent.pop(id, None)
-                if sent is not None:  # else its client hung up before it was answered
-                    self._asking.learn(n_tokens)
-                    self.router.over(sent.asked, sent.to.number)
-                    self._rebalances.earned()
+                self._over(id, n_tokens)
             for end in said.prefills:
-                self._answer(end, said.at)
+                self.answer(end.request_id, said.at, done=is_done(end))
             if said.view is not None:
                 self.router.update(said.by.number, said.view, said.pages)
+                if self.lost:
+                    self.go_on(said.at)
+
+    def go_on(self, now: float) -> None:
+        """Those that wait for a replica go to the one that costs least."""
+        for item, asked, number, request in self.lost.resumed(self.router):
+            self._submit(SentItem(item, asked, self.replicas[number]), request, now)
 
     # -- their number
 
@@ -352,39 +372,42 @@ class FleetSimulation:
         setup = self.setup
         if setup.max_replicas <= setup.replicas:
             return
-        for ready_at in [at for at in self._starting if at <= now]:
-            self._starting.remove(ready_at)
-            self._join(ready_at)
-        for one in [one for one in self.replicas.values() if self._leaves(one) and not one.busy]:
-            self._leave(one, now)
-        stay = [one for one in self.replicas.values() if not self._leaves(one)]
+        for one in [one for one in self.replicas.values() if self.leaves(one) and one.idle]:
+            self.leave(one, now)
+        stay = [one for one in self.replicas.values() if not self.leaves(one)]
         loads = {_name(one): one.load for one in stay}
         self.autoscaler.observe(now, loads, setup.start_s)
-        n = len(stay) + len(self._starting)
+        n = len(stay) + len(self.starting)
         wanted = min(self.autoscaler.needed, setup.max_replicas)
-        self._starting += [now + setup.start_s] * max(0, wanted - n)
+        self.starting += [now + setup.start_s] * max(0, wanted - n)
         enough = self.autoscaler.enough(now)
-        if enough is not None and n > max(enough, setup.replicas) and not self._starting:
+        if enough is not None and n > max(enough, setup.replicas) and not self.starting:
             saved_s = self.autoscaler.saved_s
             worst = min(stay, key=lambda one: saved_s.get(_name(one), 0.0))
             self.router.candidates.change(worst.number, out=True)
 
-    def _leaves(self, one: SimReplica) -> bool:
+    def start_ready(self, now: float) -> None:
+        """Those that were started and are ready take part."""
+        for ready_at in sorted([at for at in self.starting if at <= now]):
+            self.starting.remove(ready_at)
+            self._join(ready_at)
+
+    def leaves(self, one: SimReplica) -> bool:
         return self.router.candidates[one.number].out
 
     def _join(self, now: float) -> None:
         made = SimReplica(self.router.join(), self.setup, self.limits, self.clients, self._shared)
         made.began = made.simulation.clock.now = now
         if self.setup.roles:
-            made.role = lacking(self.setup.roles, [one.role for one in self.replicas.values()])
+            made.role = lacking(self._roles, [one.role for one in self.replicas.values()])
             self.router.candidates.change(made.number, role=made.role)
         self.replicas[made.number] = made
-        self._say(made, tells=True)
-        self._hear(now)
+        self._messages.say(made, tells=True)
+        self.hear(now)
         made.told_at = -math.inf  # it says how its first step went too
 
-    def _leave(self, one: SimReplica, now: float) -> None:
-        self._hear(one.now)
+    def leave(self, one: SimReplica, now: float) -> None:
+        self.hear(one.now)
         one.ended = now
         self.ended.append(self.replicas.pop(one.number))
         self.autoscaler.forget(_name(one))
@@ -393,45 +416,22 @@ class FleetSimulation:
     # -- what came of it
 
     def _sample(self, now: float) -> None:
-        seen = [one.simulation.seen() for one in self.replicas.values()]
+        seen = [one.simulation.seen() for one in self.replicas.values() if one.outage is None]
         self.samples.append((now, *(sum(column) for column in zip(*seen, strict=True))))  # type: ignore[arg-type]
         self._next_sample = now + self.setup.sample_s
 
     def _result(self, began: float) -> Run:
-        ended = max([one.now for one in self.replicas.values()])
+        ended = max([one.now for one in [*self.ended, *self.replicas.values()]])
+        if not self.clients.enough:
+            self._outages.check_over(ended)
         for one in self.replicas.values():
-            one.ended = ended
+            one.ended = ended if one.outage is None else one.outage.fault.at
         every = [*self.ended, *self.replicas.values()]
-        runs = [one.simulation.result() for one in every]
-        replica_s = sum([one.ended - one.began for one in every])
-        share = (ended - began) / replica_s if replica_s else 0.0
         return dataclasses.replace(
-            runs[0],
-            stats=_sum([run.stats for run in runs]),
-            n_evicted=sum(run.n_evicted for run in runs),
-            n_steps=sum(run.n_steps for run in runs),
-            n_tokens=sum(run.n_tokens for run in runs),
-            busy_s=sum(run.busy_s for run in runs) * share,
-            counters={k: sum(run.counters[k] for run in runs) for k in runs[0].counters},
-            moved_s=sum(run.moved_s for run in runs),
-            began=began,
-            ended=ended,
+            together(every, began, ended),
             samples=self.samples,
-            by_replica=[run.n_tokens for run in runs],
-            replica_s=replica_s,
             n_remote=self.n_remote if self.setup.roles else None,
             role_changes=self._role_changes if self.setup.auto_roles else None,
+            outages=self._outages.found,
+            n_remote_failed=self.n_remote_failed,
         )
-
-
-def _sum(all_stats: list[SchedStats]) -> SchedStats:
-    """Those of all engines together."""
-    names = [f.name for f in dataclasses.fields(SchedStats) if f.name not in _LEVELS]
-    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
-    lanes = {k: sum(stats.lanes[k] for stats in all_stats) for k in all_stats[0].lanes}
-    most = {name: max(getattr(stats, name) for stats in all_stats) for name in _MOST}
-    return SchedStats(**totals, **most, lanes=lanes)
-
-
-_MOST = ("overload_level", "overload_load")
-_LEVELS = {*_MOST, "lanes"}

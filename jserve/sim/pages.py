@@ -23,12 +23,20 @@ class SharedPages:
     def __init__(self, page_s: float) -> None:
         self.page_s = page_s
         self._since: dict[bytes, float] = {}
+        self._writers: dict[bytes, PageThread] = {}
 
     def has(self, digest: bytes, now: float) -> bool:
         return self._since.get(digest, now + 1.0) <= now
 
-    def written(self, digest: bytes, now: float) -> None:
-        self._since.setdefault(digest, now)
+    def written(self, digest: bytes, now: float, by: PageThread) -> None:
+        if digest not in self._since:
+            self._since[digest], self._writers[digest] = now, by
+
+    def lose(self, writer: PageThread, now: float) -> None:
+        """Pages that ``writer`` has not written by ``now`` it never will."""
+        lost = [d for d, at in self._since.items() if at > now and self._writers[d] is writer]
+        for digest in lost:
+            del self._since[digest], self._writers[digest]
 
 
 class PageThread:
@@ -47,7 +55,11 @@ class PageThread:
         for digest in digests:
             if not self._shared.has(digest, self._free_at):
                 self._free_at += self._shared.page_s
-                self._shared.written(digest, self._free_at)
+                self._shared.written(digest, self._free_at, self)
+
+    def lose(self, now: float) -> None:
+        """Its replica is lost at ``now``."""
+        self._shared.lose(self, now)
 
     def export(self, digests: Iterable[bytes]) -> int:
         """As ``ports.DiskTier.export``."""

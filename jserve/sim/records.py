@@ -32,6 +32,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error: str | None
     refused: bool
     """It never ran."""
+    n_resumed: int
+    """Times that it went on at another engine because its own was lost."""
     ttft_deadline: float | None
     tpot_deadline: float | None
     deadline: float | None
@@ -44,12 +46,15 @@ class Record:
     item: TraceItem
     at: float
     times: list[list[float]]
-    """Per choice, when each output with tokens came."""
-    left: int
+    """Per choice, when each output with tokens came: an output has one token."""
+    open: set[int]
     """Choices without an end."""
     n_sent: int = 0
     attempt: int = 0
     """Times that it was moved to another engine; outputs of earlier attempts do not count."""
+    n_idle: int = 0
+    """Attempts in a row that were lost with their engine and had told nothing."""
+    n_resumed: int = 0
     n_cached: int = 0
     seq: Sequence | None = None
     finish: Finish | None = None
@@ -64,7 +69,9 @@ class Records:
     open: dict[str, Record] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
     gaps: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """Per lane, seconds between the outputs of each request."""
+    """Per lane, seconds between the outputs of each choice."""
+    resumed_gaps: list[np.ndarray] = field(default_factory=list)
+    """Of each request that went on at another engine, seconds between its outputs."""
     n_unsent: int = 0
     """Later turns of sessions that failed before."""
 
@@ -72,8 +79,8 @@ class Records:
         """A client sends (again); the first time counts."""
         record = self.open.get(item.id)
         if record is None:
-            record = self.open[item.id] = Record(item, at, [], 0)
-        record.left = len(item.outputs)
+            record = self.open[item.id] = Record(item, at, [], set())
+        record.open = {*range(len(item.outputs))}
         record.times = [[] for _ in item.outputs]
         record.n_sent += 1
         record.error, record.refused = None, False
@@ -82,10 +89,11 @@ class Records:
         """Its last choice ended."""
         item, times = record.item, record.times[0]
         del self.open[item.id]
-        for choice in record.times:
-            if len(choice) > 1:
-                gaps = np.diff(np.array(choice)).astype(np.float32)
-                self.gaps.setdefault(item.lane.value, []).append(gaps)
+        gaps = [np.diff(np.array(t)).astype(np.float32) for t in record.times if len(t) > 1]
+        if gaps:
+            self.gaps.setdefault(item.lane.value, []).extend(gaps)
+        if gaps and record.n_resumed:
+            self.resumed_gaps.append(np.concatenate(gaps))
         span = times[-1] - times[0] if len(times) > 1 else None
         self.done.append(
             Done(
@@ -104,6 +112,7 @@ class Records:
                 finish=record.finish.value if record.finish else "",
                 error=record.error,
                 refused=record.refused,
+                n_resumed=record.n_resumed,
                 ttft_deadline=seconds_of(item.ttft_deadline_ms),
                 tpot_deadline=seconds_of(item.tpot_deadline_ms),
                 deadline=seconds_of(item.deadline_ms),

@@ -20,12 +20,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jserve.sim.fault_report import fault_line, fault_report
 from jserve.sim.records import Done, Record, seconds_of
 from jserve.sim.simulate import Run
+from jserve.sim.spread import spread
 from jserve.sim.trace import TraceItem
 
 ALL = "all"
-POINTS = (50, 90, 99)
 WIDTH = 150
 """Columns of a table that goes to no terminal."""
 Report = dict[str, Any]
@@ -86,6 +87,7 @@ def summarise(run: Run, slo: Slo) -> Report:
         "queue": _queue(run),
         "unsent_turns": run.records.n_unsent,
         "replicas": _replicas(run),
+        "faults": fault_report(run, slo.kept),
         "lanes": {
             name: _lane(done, _gaps(run, name), slo, run.seconds) for name, done in groups.items()
         },
@@ -185,15 +187,6 @@ def _lane(done: list[Done], gaps_s: np.ndarray, slo: Slo, seconds: float) -> dic
     }
 
 
-def spread(seconds: Seq[float] | np.ndarray) -> dict[str, float] | None:
-    """p50, p90, p99 and max in milliseconds; None for no values."""
-    if not len(seconds):
-        return None
-    values = np.percentile(np.asarray(seconds, float), [*POINTS, 100])
-    names = [*(f"p{q}" for q in POINTS), "max"]
-    return {name: round(float(v) * 1e3, 3) for name, v in zip(names, values, strict=True)}
-
-
 def timeline(done: Iterable[Done], slo: Slo, bin_s: float) -> list[tuple[float, int, int, int]]:
     """(start of the bin, arrived, good, refused) by time of arrival."""
     bins: dict[int, list[int]] = {}
@@ -277,6 +270,10 @@ def _show(reports: Seq[tuple[str, Report]], title: str, console: Console) -> Non
     console.print(table)
     for label, report in reports:
         console.print(f"{label + ': ' if swept else ''}{_line(report)}", highlight=False)
+        if report["faults"]:
+            console.print(
+                fault_line(report["faults"], report["lanes"][ALL]["itl_ms"]), highlight=False
+            )
 
 
 def _line(report: Report) -> str:

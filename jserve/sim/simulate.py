@@ -27,13 +27,14 @@ from typing import Protocol
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
-from jserve.errors import JserveError
+from jserve.errors import EngineDead, JserveError, NotReady
 from jserve.fleet.shared_pages import HOST_GB
 from jserve.ports import Clock, Journal, RunnerLimits
 from jserve.sched.scheduler import Scheduler
 from jserve.sched.stats import SchedStats
 from jserve.sim.costs import MAX_PREFILL_ROWS, Device, ladder
 from jserve.sim.device import SimClock, SimRunner
+from jserve.sim.faults import Outage, ReplicaFault, check_faults
 from jserve.sim.pages import SharedPages
 from jserve.sim.records import Done, Record, Records
 from jserve.sim.trace import EOS, OVERRUN, VOCAB, Streams, TraceItem, request_of
@@ -42,8 +43,9 @@ from jserve.types import Choice, Output, Request
 IDLE_S = 0.01
 """The seconds by which the clock moves when work waits for nothing but time."""
 MAX_IDLE = 100_000
-RETRIED = frozenset({"overloaded", "queue_full_tenant", "deadline_unreachable"})
-"""Error codes after which a client may send again."""
+NO_ENGINE = (EngineDead.code, NotReady.code)
+RETRIED = frozenset({"overloaded", "queue_full_tenant", "deadline_unreachable", *NO_ENGINE})
+"""Error codes after which a client that was told nothing may send again."""
 
 
 class Stuck(JserveError):
@@ -101,11 +103,18 @@ class Setup:
     """They follow the load."""
     transfer_gb_s: float = 0.0
     """GB/s at which replicas with roles write pages for others, or read them; 0: as they copy them to host memory."""
+    faults: tuple[ReplicaFault, ...] = ()
+    """Replicas that are lost."""
     journal: Journal | None = None
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
-        """Gives options that are left to the device a CPU's values."""
+        """Gives options that are left to the device a CPU's values.
+
+        Raises:
+            ConfigError: ``faults`` that the other fields exclude.
+        """
+        check_faults(self.faults, max(self.replicas, self.max_replicas), self.batching)
         config = self.config.on("cpu")
         object.__setattr__(self, "config", with_host_memory(config) if self.roles else config)
 
@@ -153,6 +162,10 @@ class Run:
     """Prompts that a prefill replica computed for others; None: there are no roles."""
     role_changes: list[tuple[float, int, str]] | None = None
     """(time, replica, its role from then on); None: roles are fixed."""
+    outages: list[Outage] = field(default_factory=list)
+    """Replicas that were lost."""
+    n_remote_failed: int = 0
+    """Prompts whose prefill replica was lost before it had handed them over."""
 
     @property
     def seconds(self) -> float:
@@ -247,9 +260,18 @@ class Clients:
     def sent(self, item: TraceItem, at: float) -> Request:
         """The request that the client of ``item`` sends at ``at``."""
         self.records.sent(item, at)
-        request = request_of(item, self.streams, at)
         for seconds, index in item.cancels:
             self._push(at + seconds, item, index, hangs_up=True)
+        return self._request(item, at)
+
+    def again(self, item: TraceItem) -> Request:
+        """The request of ``item``, which was sent before."""
+        return self._request(item, self.records.open[item.id].at)
+
+    def _request(self, item: TraceItem, arrival: float) -> Request:
+        request = request_of(item, self.streams, arrival)
+        attempt = self.records.open[item.id].attempt
+        request = dataclasses.replace(request, attempt=attempt) if attempt else request
         return request if self.setup.deadlines else without_deadlines(request)
 
     def receive(self, outputs: Seq[Output], now: float) -> None:
@@ -260,6 +282,7 @@ class Clients:
             if record is None or output.attempt != record.attempt:
                 continue
             if output.token_ids:
+                record.n_idle = 0
                 record.times[output.index].append(now)
                 if watch is not None:
                     watch.token(record)
@@ -282,16 +305,18 @@ class Clients:
         heapq.heappush(self._heap, (at, next(self._serial), item, index, hangs_up))
 
     def _end(self, record: Record, output: Output, now: float) -> None:
-        record.left -= 1
+        record.open.discard(output.index)
         if output.error_code is not None:
             record.error = output.error_code
             record.refused = record.refused or record.seq is None
         record.finish = output.finish
         record.n_cached = max(record.n_cached, output.n_cached)
-        if record.left:
+        if record.open:
             return
-        self._ended.append((record.item.id, sum(map(len, record.times))))
-        if record.error in RETRIED and record.n_sent <= self.setup.retries:
+        n_tokens = sum(map(len, record.times))
+        self._ended.append((record.item.id, n_tokens))
+        again = record.error in RETRIED and not n_tokens
+        if again and record.n_sent <= self.setup.retries:
             wait = output.retry_after or float(2 ** (record.n_sent - 1))
             self._push(now + wait, record.item)
             return
@@ -367,12 +392,15 @@ class Simulation:
             elif not self._gate:
                 return self.result()
 
-    def advance(self) -> list[Output]:
-        """One step of the engine, and what it told; time passes where nothing moves."""
+    def advance(self) -> None:
+        """One step of the engine, whose clients get what it told."""
+        self.clients.receive(self.step(), self.clock.now)
+
+    def step(self) -> list[Output]:
+        """One step of the engine: what it told, which no client has yet; time passes where nothing moves."""
         engine = self.engine
         before = (engine.n_steps, engine.n_in_flight)
         outputs = engine.step()
-        self.clients.receive(outputs, self.clock.now)
         moved = outputs or before != (engine.n_steps, engine.n_in_flight)
         self._idle = 0 if moved else self._wait()
         return outputs

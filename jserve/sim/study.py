@@ -17,6 +17,7 @@ from jserve.fleet.roles import AUTO, parse_roles
 from jserve.fleet.router import POLICIES
 from jserve.sched.record.journal import JournalFile
 from jserve.sim import costs, plot, recorded, traffic
+from jserve.sim.faults import parse_faults
 from jserve.sim.fleet import simulated
 from jserve.sim.report import Report, Slo, summarise
 from jserve.sim.simulate import Run, Setup, limits_of, simulate, with_host_memory
@@ -35,6 +36,7 @@ SETUP = {
     "start_s": float,
     "router": str,
     "transfer_gb_s": float,
+    "faults": str,
 }
 """Settings that a sweep may change besides options of the scheduler and the cache."""
 MAX_REPLICAS = 256
@@ -72,6 +74,8 @@ class SimulateOptions:
     roles: str = ""
     """As of ``jserve serve``, of ``replicas``."""
     transfer_gb_s: float = 0.0
+    faults: str = ""
+    """Of ``faults.parse_faults``."""
     slo_ttft_ms: float = math.inf
     slo_tpot_ms: float = math.inf
     sweep: str = ""
@@ -102,7 +106,7 @@ def study(
     found: list[tuple[str, Report]] = []
     for label, setup in points:
         run = _run(trace, setup)
-        setting = dict(pair.split("=") for pair in label.split())
+        setting = dict(pair.split("=", 1) for pair in label.split())
         report = {"setting": setting, "device": setup.device.name, **summarise(run, wish.slo)}
         found.append((label, report))
         n_done = len(run.records.done)
@@ -229,6 +233,7 @@ def _setup(wish: SimulateOptions, config: EngineConfig, changes: dict[str, Any])
     device = _device(wish, config, given.pop("copy_gb_s"))
     if given["transfer_gb_s"] and not roles:
         raise ConfigError("transfer_gb_s says nothing without roles", field="transfer_gb_s")
+    given["faults"] = parse_faults(given["faults"])
     auto = wish.roles == AUTO
     return Setup(
         config=config, device=device, seed=wish.seed, roles=roles, auto_roles=auto, **given

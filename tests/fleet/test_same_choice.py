@@ -11,8 +11,9 @@ from jserve.fleet.candidates import PREFILL
 from jserve.fleet.roles import DECODE
 from jserve.sim import traffic
 from jserve.sim.costs import Device
+from jserve.sim.faults import KINDS, ReplicaFault
 from jserve.sim.simulate import Setup
-from tests.fleet.virtual import Choices, live_choices, simulated_choices
+from tests.fleet.virtual import Choices, RecordedSimulation, live_choices, simulated_choices
 
 TRACES = {
     "prefixes": "prefixes=24,prefix=400,zipf=0,prompt=60,prompt_sigma=0.2,output=40,context=1000,rate=12",
@@ -55,6 +56,25 @@ def share_of_same(name: str, n: int, router: str = "seconds") -> float:
 
 def test_the_simulator_chooses_as_a_live_front():
     assert share_of_same("prefixes", 100) >= 0.95
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_of_a_lost_replica_go_on_where_a_live_front_has_them_go_on(kind: str):
+    """Those of three replicas, one by one, with traffic beside; the next one is ready 2 s later."""
+    n_same = n_resumed = 0
+    for seed in range(1, 4):
+        text = "prefixes=24,prefix=400,zipf=0,prompt=60,prompt_sigma=0.2,output=120,context=1000,rate=20,n=120"
+        trace = traffic.generate(traffic.parse(text), seed)
+        made = RecordedSimulation(trace, setup(faults=(ReplicaFault(kind, 2.03),), start_s=2.0))
+        run = made.run()
+        simulated, live = made.choices, live_choices(trace, made.setup, run.outages)
+        resumed = [d.id for d in run.records.done if d.n_resumed]
+        n_resumed += len(resumed)
+        n_same += sum(live[id] == simulated[id] for id in resumed)
+        assert sum(live[id] == simulated[id] for id in live) >= 0.95 * len(live)
+    print(f"{kind}: {n_same} of {n_resumed} requests went on at the same replica")
+    assert n_resumed >= 20
+    assert n_same >= 0.95 * n_resumed
 
 
 @pytest.mark.slow

@@ -13,11 +13,12 @@ from typing import Any
 from jserve.engine.engine import Engine
 from jserve.engine.wire import Gone, Message, Outputs, Ready
 from jserve.fleet.describe import describe
-from jserve.fleet.face import FleetEngine
+from jserve.fleet.face import LOOKS_S, FleetEngine
 from jserve.fleet.sent import Sent
 from jserve.ports import RunnerLimits
 from jserve.sched.scheduler import Scheduler
 from jserve.sim.device import SimClock, SimRunner
+from jserve.sim.faults import DEATH, Outage
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.pages import SharedPages
 from jserve.sim.simulate import Setup, limits_of
@@ -139,6 +140,15 @@ class VirtualClient:
     def ask(self, message: Any) -> None:
         raise NotImplementedError
 
+    def hang(self) -> None:
+        """It makes no more steps, and says nothing."""
+        assert self._task is not None
+        self._task.cancel()
+
+    def end(self) -> None:
+        """Its connection ends."""
+        self._on_message(Gone(exit_code=-9))
+
     def kill(self) -> None:
         self.close()
 
@@ -155,11 +165,21 @@ class VirtualSource:
 
     def __init__(self, setup: Setup, answer: Callable[[Choice], list[int]]) -> None:
         self.n, self._setup, self._answer = setup.replicas, setup, answer
+        self.names: list[str] = []
         self._shared = SharedPages(setup.transfer_s) if setup.roles else None
 
     async def start(self, on_change: Callable[[Iterable[str]], None]) -> None:
+        self._on_change = on_change
         for n in range(self.n):  # one after the other, so that numbers are those of the simulator
-            on_change([f"r{i}" for i in range(n + 1)])
+            self.add(f"r{n}")
+
+    def add(self, name: str) -> None:
+        self.names.append(name)
+        self._on_change(self.names)
+
+    def remove(self, name: str) -> None:
+        self.names.remove(name)
+        self._on_change(self.names)
 
     def client(self, name: str) -> VirtualClient:
         return VirtualClient(self._setup, limits_of(self._setup), self._answer, self._shared)
@@ -171,14 +191,22 @@ class VirtualSource:
         pass
 
 
-def live_choices(trace: list[TraceItem], setup: Setup) -> Choices:
-    """Those of a live front; the trace begins once all replicas are ready."""
-    return in_virtual_time(lambda loop: _Front(trace, setup, loop).choices())
+def live_choices(trace: list[TraceItem], setup: Setup, outages: Iterable[Outage] = ()) -> Choices:
+    """Those of a live front; the trace begins once all replicas are ready. It loses replicas when ``outages`` were, and
+    others are ready when theirs were."""
+    return in_virtual_time(lambda loop: _Front(trace, setup, loop, outages).choices())
 
 
 class _Front:
-    def __init__(self, trace: list[TraceItem], setup: Setup, loop: VirtualLoop) -> None:
+    def __init__(
+        self,
+        trace: list[TraceItem],
+        setup: Setup,
+        loop: VirtualLoop,
+        outages: Iterable[Outage],
+    ) -> None:
         self._trace, self._setup, self._loop = trace, setup, loop
+        self._outages = outages
         self._streams = Streams()
         self._items = {item.id: item for item in trace}
         self._prompts: dict[str, int] = {}
@@ -201,13 +229,40 @@ class _Front:
         sent.add = noted  # type: ignore[method-assign]
         began = time()
         firsts = [item for item in self._trace if not item.after]
+        losses = [
+            asyncio.create_task(self._lose(fleet, source, one, began)) for one in self._outages
+        ]
         await asyncio.gather(*(self._client(fleet, item, began + item.at) for item in firsts))
+        for each in losses:
+            each.cancel()
+        await asyncio.gather(*losses, return_exceptions=True)
         await fleet.close()
         return {id: (self._prompts.get(id), number) for id, number in self._found.items()}
 
+    async def _lose(
+        self, fleet: FleetEngine, source: VirtualSource, outage: Outage, began: float
+    ) -> None:
+        """The replica with the most open requests is lost, and another one is ready later."""
+        await self._until(began + outage.fault.at)
+        member = min(fleet.members, key=lambda one: (-one.n_open, one.number))
+        assert member.number == outage.replica, "that is another one"
+        assert isinstance(member.client, VirtualClient)
+        member.client.hang()
+        await self._until(began + outage.noticed_at)
+        if outage.fault.kind == DEATH:
+            member.client.end()
+        await self._until(began + outage.noticed_at + 2 * LOOKS_S)
+        assert member.silent or member not in fleet.members, "that was not noticed"
+        source.remove(member.name)
+        await self._until(began + outage.ready_at)
+        source.add(f"{member.name} again")
+
+    async def _until(self, at: float) -> None:
+        await asyncio.sleep(at - self._loop.time())
+
     async def _client(self, fleet: FleetEngine, item: TraceItem, at: float) -> None:
         """Send ``item`` at ``at``, and what follows it."""
-        await asyncio.sleep(at - self._loop.time())
+        await self._until(at)
         request = request_of(item, self._streams, self._loop.time())
         async for _ in fleet.generate(request):
             pass
@@ -224,17 +279,22 @@ class _Front:
 class RecordedSimulation(FleetSimulation):
     """Keeps the simulator's choices."""
 
-    prompts: dict[str, int]
-    answers: dict[str, int]
+    def __init__(self, trace: list[TraceItem], setup: Setup) -> None:
+        self._prompts: dict[str, int] = {}
+        self._answers: dict[str, int] = {}
+        super().__init__(trace, setup, limits_of(setup))
 
     def _submit(self, sent: Any, request: Request, now: float) -> None:
         super()._submit(sent, request, now)
-        (self.prompts if sent.is_prefill else self.answers)[sent.item.id] = sent.to.number
+        (self._prompts if sent.is_prefill else self._answers)[sent.item.id] = sent.to.number
+
+    @property
+    def choices(self) -> Choices:
+        return {id: (self._prompts.get(id), number) for id, number in self._answers.items()}
 
 
 def simulated_choices(trace: list[TraceItem], setup: Setup) -> Choices:
     """Those of ``jserve simulate --replicas N``."""
-    made = RecordedSimulation(trace, setup, limits_of(setup))
-    made.prompts, made.answers = {}, {}
+    made = RecordedSimulation(trace, setup)
     made.run()
-    return {id: (made.prompts.get(id), number) for id, number in made.answers.items()}
+    return made.choices

@@ -64,11 +64,11 @@ def test_a_request_that_moves_goes_to_another_replica():
     made = dataclasses.replace(setup(), replicas=2)
     simulation = FleetSimulation([item("1", 0.0, 20, 4)], made, limits_of(made))
     simulation._deliver(0.0)
-    [sent] = simulation._sent.values()
+    [sent] = simulation.sent.values()
     other = 1 - sent.to.number
     simulation.router.candidates.change(other, suspicion=1e6)
-    simulation._move(simulation._sent.pop("1"), 0.0)
-    assert simulation._sent["1"].to.number == other
+    simulation._move(simulation.sent.pop("1"), 0.0)
+    assert simulation.sent["1"].to.number == other
 
 
 def test_the_router_hears_of_every_end(monkeypatch):
