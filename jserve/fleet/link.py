@@ -88,7 +88,7 @@ class FrameLink(asyncio.Protocol):
         self._received, self._most = bytearray(), MAX_HELLO_BYTES
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        """Where frames leave; ``_transport`` only receives. Guarded by the lock, as is all below."""
+        """Frames leave through it; ``_transport`` only receives. Guarded by the lock, as is all below."""
         self._unsent = bytearray()
         self._full = self._closing = self._over = False
         """The kernel takes no more now; hang up once all is sent; nothing is sent any more."""
