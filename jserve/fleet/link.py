@@ -86,13 +86,13 @@ class FrameLink(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._received, self._most = bytearray(), MAX_HELLO_BYTES
+        self._why = "the other end hung up"
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         """Frames leave through it; ``_transport`` only receives. Guarded by the lock, as is all below."""
         self._unsent = bytearray()
         self._full = self._closing = self._over = False
         """The kernel takes no more now; hang up once all is sent; nothing is sent any more."""
-        self._why = "the other end hung up"
 
     def authenticated(self) -> None:
         """The other end is who it should be, and may send frames of any length."""
