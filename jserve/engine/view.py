@@ -27,9 +27,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     n_rows: int = 0
     """Sequences that run or wait."""
     n_before: int = 0
-    """Those that have to end before a new one begins; 0: there is room for it, -2: and for two more."""
-    end_s: float = 0.0
-    """Between two ends, while there is room for nobody."""
+    """Those that have to end before a new one begins; 0: there is room."""
     wait_s: dict[str, float] = {}
     """By lane, the wait until a new sequence is computed."""
     prefill_token_s: float = 0.0

@@ -47,7 +47,7 @@ class CandidateTable:
     Attributes:
         before_s: by lane, seconds until a request is begun, float64 [n].
         prefill_token_s, row_s, page_s, suspicion: as ``View`` and ``Candidate`` have them, float64 [n].
-        rows: sequences that run or wait, with those that were sent and without those that ended, float64 [n].
+        rows: sequences that run, wait or were sent, float64 [n].
         takes_requests: whether it is ready and not out, bool [n].
         answers: whether its role is another than ``PREFILL``, bool [n].
     """
@@ -90,22 +90,22 @@ class CandidateTable:
 
     def _write(self, number: int, one: Candidate) -> None:
         """Write the row of ``one``."""
-        view = one.view
+        view, left = one.view, _share_left(one)
         for lane, before_s in self.before_s.items():
-            before_s[number] = _wait_s(one, lane) + one.sent_s
+            before_s[number] = view.wait_s.get(lane, 0.0) * left + one.sent_s
         self.prefill_token_s[number] = view.prefill_token_s
         self.row_s[number] = view.row_s
         self.page_s[number] = view.page_s
-        self.rows[number] = max(0, view.n_rows + one.n_sent - one.n_ended)
+        self.rows[number] = view.n_rows + one.n_sent
         self.suspicion[number] = one.suspicion
         self.takes_requests[number] = view.ready and not one.out
         self.answers[number] = one.role != PREFILL
 
 
-def _wait_s(one: Candidate, lane: str) -> float:
-    """The view's wait, as it is with those that were sent and ended since."""
-    view, wait_s = one.view, one.view.wait_s.get(lane, 0.0)
-    n_before = max(0, view.n_before + one.n_sent - one.n_ended)
-    if view.n_before > 0:
-        return wait_s * n_before / view.n_before
-    return wait_s + n_before * view.end_s
+def _share_left(one: Candidate) -> float:
+    """The share of the view's wait that is left, since places became free that no request was sent to."""
+    n_before = one.view.n_before
+    if not n_before:
+        return 1.0
+    n_free = min(n_before, max(0, one.n_ended - one.n_sent))
+    return (n_before - n_free) / n_before

@@ -45,8 +45,7 @@ def view_of(scheduler: Scheduler, n_taken: int, weights: str = "", page_s: float
         slides=bool(resources.cache.parts[0].window),
         n_taken=n_taken,
         n_rows=n + len(resources.waiting),
-        n_before=n + len(resources.waiting) + 1 - resources.max_running,
-        end_s=_end_s(scheduler, Lane.STANDARD),
+        n_before=max(0, n + len(resources.waiting) + 1 - resources.max_running),
         wait_s={lane.value: _wait_s(scheduler, lane) for lane in Lane},
         prefill_token_s=max(0.0, pace.step_s - plain_s) / max(1.0, pace.chunk),
         row_s=max(0.0, seconds(n + ROWS, 0, context) - plain_s) / ROWS,
@@ -79,12 +78,7 @@ def _wait_s(scheduler: Scheduler, lane: Lane) -> float:
     prefill_s = (begun + demand.new_share * n_tokens) * pace.step_s / pace.chunk
     work_s = demand.waiting_s(n, n_tokens, lane)
     if full:  # and one more has to end
-        work_s += work_s / n if n else _end_s(scheduler, lane)
+        given = sum([seq.given for seq in resources.running]) / len(resources.running)
+        each_s = work_s / n if n else pace.gap_s or demand.waiting_s(1.0, given, lane)
+        work_s += each_s
     return max(prefill_s, work_s)
-
-
-def _end_s(scheduler: Scheduler, lane: Lane) -> float:
-    """Between two ends of late, or where none is known, of sequences like those that run."""
-    running, demand = scheduler.resources.running, scheduler.demand
-    given = sum([seq.given for seq in running]) / max(1, len(running))
-    return scheduler.gate.pace().gap_s or demand.waiting_s(1.0, given, lane)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jserve.fleet.candidates import CandidateTable
+from jserve.fleet.candidates import PREFILL, Candidate, CandidateTable
 from jserve.fleet.pages import PageIndex
 from jserve.fleet.route import Asked, able_of, prices
 
@@ -63,16 +63,16 @@ def longest_waits(waiting: Iterable[WaitingRequest]) -> list[WaitingRequest]:
 
 
 def goes_elsewhere(one: WaitingRequest, candidates: CandidateTable, pages: PageIndex) -> bool:
-    """Some other replica computes ``one`` at once, at less than the wait that is left."""
+    """Some other replica has room for ``one``, at less than the wait that is left."""
     able = np.flatnonzero(able_of(one.asked, candidates, leave_out=(one.replica,))).tolist()
-    free = [number for number in able if _is_free(number, one.asked.lane, candidates)]
+    free = [number for number in able if _is_free(candidates[number], one.asked)]
     if not free:
         return False
     found = prices(one.asked, candidates, pages.known(one.asked.pages, len(candidates)))
     return bool((found.total_s[free] < one.left_s).any())
 
 
-def _is_free(number: int, lane: str, candidates: CandidateTable) -> bool:
-    """Nothing of ``lane`` stands before a request there, and its view counts all that it was sent."""
-    waits = candidates.before_s[lane][number] > 0
-    return not waits and not candidates[number].n_sent and bool(candidates.answers[number])
+def _is_free(candidate: Candidate, asked: Asked) -> bool:
+    """Nothing stands before ``asked`` there, and its view counts all that it was sent."""
+    waits = candidate.view.wait_s.get(asked.lane, 0.0) > 0
+    return not waits and not candidate.n_sent and candidate.role != PREFILL

@@ -78,13 +78,10 @@ def direct_price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[floa
     view, has = candidate.view, n_pages * asked.page_size
     moved = max(0, asked.n_ready - has)
     own_s = (asked.n_prompt - has - moved) * view.prefill_token_s
-    new = candidate.n_sent - candidate.n_ended
-    rows, wait_s = max(0, view.n_rows + new), view.wait_s.get(asked.lane, 0.0)
-    before = max(0, view.n_before + new)  # those that have to end before it begins
-    if view.n_before > 0:
-        wait_s = wait_s * before / view.n_before
-    else:
-        wait_s += before * view.end_s
+    rows, wait_s = view.n_rows + candidate.n_sent, view.wait_s.get(asked.lane, 0.0)
+    if view.n_before:  # places that became free since, and nobody was sent to
+        free = max(0, candidate.n_ended - candidate.n_sent)
+        wait_s *= max(0, view.n_before - free) / view.n_before
     move_s = 2 * view.page_s * moved / asked.page_size
     first_s = wait_s + candidate.sent_s + move_s + own_s
     others_s = rows * (own_s + asked.n_out * view.row_s)

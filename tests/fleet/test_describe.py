@@ -70,7 +70,7 @@ def test_an_idle_replica_makes_nobody_wait():
 
 def test_a_newcomer_waits_for_as_many_ends_as_it_says():
     replica = Replica(slots=2)
-    before = [-1, 0, 1, 2, 3]
+    before = [0, 0, 1, 2, 3]
     for n in before:
         assert view_of(replica.engine.scheduler, 0).n_before == n
         replica.send(1, 500)

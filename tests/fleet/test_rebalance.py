@@ -21,7 +21,7 @@ from jserve.fleet.rebalance import (
 from jserve.sim import traffic
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.simulate import limits_of
-from tests.fleet.direct import direct_price, direct_route
+from tests.fleet.direct import direct_route
 from tests.fleet.fakes import HostClient
 from tests.fleet.test_face import World, answers, begun, requests, undisturbed, until
 from tests.fleet.test_route import PAGE, asked, candidates, held, index, view
@@ -71,8 +71,7 @@ def test_it_goes_exactly_where_the_plain_form_says_so(candidates, held, left_s, 
     for i, (one, n) in enumerate(zip(candidates, held, strict=False)):
         choice = direct_route(asked(), [one], [n])
         new_s = (140 - n * PAGE) * one.view.prefill_token_s * one.suspicion
-        waits_s, _, _ = direct_price(asked(n_prompt=0, n_out=0), one, 0)
-        free = not one.n_sent and not waits_s and i != replica
+        free = not one.n_sent and not one.view.wait_s["standard"] and i != replica
         wanted |= choice is not None and free and choice.cost_s + new_s < left_s
     one = WaitingRequest(id="a", asked=asked(), replica=replica, left_s=left_s)
     assert goes_elsewhere(one, CandidateTable(candidates), index(held)) == wanted
