@@ -47,7 +47,7 @@ class CandidateTable:
     Attributes:
         before_s: by lane, seconds until a request is begun, float64 [n].
         prefill_token_s, row_s, page_s, suspicion: as ``View`` and ``Candidate`` have them, float64 [n].
-        rows: sequences that run, wait or were sent, float64 [n].
+        rows: sequences that run or wait, with those that were sent and without those that ended, float64 [n].
         takes_requests: whether it is ready and not out, bool [n].
         answers: whether its role is another than ``PREFILL``, bool [n].
     """
@@ -96,7 +96,7 @@ class CandidateTable:
         self.prefill_token_s[number] = view.prefill_token_s
         self.row_s[number] = view.row_s
         self.page_s[number] = view.page_s
-        self.rows[number] = view.n_rows + one.n_sent
+        self.rows[number] = max(0, view.n_rows + one.n_sent - one.n_ended)
         self.suspicion[number] = one.suspicion
         self.takes_requests[number] = view.ready and not one.out
         self.answers[number] = one.role != PREFILL

@@ -78,7 +78,8 @@ def direct_price(asked: Asked, candidate: Candidate, n_pages: int) -> tuple[floa
     view, has = candidate.view, n_pages * asked.page_size
     moved = max(0, asked.n_ready - has)
     own_s = (asked.n_prompt - has - moved) * view.prefill_token_s
-    rows, wait_s = view.n_rows + candidate.n_sent, view.wait_s.get(asked.lane, 0.0)
+    rows = max(0, view.n_rows + candidate.n_sent - candidate.n_ended)
+    wait_s = view.wait_s.get(asked.lane, 0.0)
     if view.n_before:  # places that became free since, and nobody was sent to
         free = max(0, candidate.n_ended - candidate.n_sent)
         wait_s *= max(0, view.n_before - free) / view.n_before

@@ -39,7 +39,7 @@ def test_a_row_by_hand():
         "prefill_token_s": 1e-3,
         "row_s": 1e-4,
         "page_s": 1e-5,
-        "rows": 11.0,
+        "rows": 9.0,
         "suspicion": 2.0,
         "takes_requests": True,
         "answers": False,
@@ -50,7 +50,7 @@ def test_a_row_by_hand():
     ("field", "value", "changed"),
     [
         ("n_sent", 3, {"rows"}),
-        ("n_ended", 1, {"before_s"}),
+        ("n_ended", 1, {"rows", "before_s"}),
         ("sent_s", 0.25, {"before_s"}),
         ("suspicion", 3.0, {"suspicion"}),
         ("out", True, {"takes_requests"}),
