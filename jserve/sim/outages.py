@@ -1,6 +1,6 @@
 """Loses simulated replicas, has it noticed as a live front notices it, and starts others in their place.
 
-A death is noticed when its connection ends, a hang as ``fleet.member`` says::
+A death is noticed soon after it, a hang as ``fleet.member`` says::
 
     at             noticed_at                        ready_at
     |--------------|---------------------------------|
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOOKS_S = 0.05
 """A front looks at its replicas so often."""
 DEATH_NOTICED_S = 0.05
-"""Until a front sees that the connection to a process that was killed ended: 46 ms were measured (docs/fleet.md)."""
+"""Until a front leaves a process that was killed: 24 to 43 ms were measured on one machine (docs/fleet.md)."""
 
 
 class Outages:
