@@ -73,7 +73,7 @@ def test_requests_of_a_lost_replica_go_on_where_a_live_front_has_them_go_on(kind
         n_same += sum(live[id] == simulated[id] for id in resumed)
         assert sum(live[id] == simulated[id] for id in live) >= 0.95 * len(live)
     print(f"{kind}: {n_same} of {n_resumed} requests went on at the same replica")
-    assert n_resumed >= 20
+    assert n_resumed >= 15
     assert n_same >= 0.95 * n_resumed
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jserve.model import sample as sampling, vocab_part
+from jserve.model.adjust import CHANGES
 from jserve.model.largest import BY_KERNEL, PARTS, by_parts, in_two_rounds
-from jserve.model.view import RANDOM, TRUNCATE
+from jserve.model.view import BIAS, RANDOM, TRUNCATE
 from jserve.sampling import SamplingParams
 from tests.model.sample_reference import Context
 from tests.model.sample_rig import draws_of, slots_of
@@ -87,8 +88,8 @@ def test_a_step_that_only_draws_gives_no_logits_back() -> None:
         return _given_back(closed.jaxpr, closed.consts, flat)[1]
 
     assert copies(RANDOM) == 0
-    assert copies(RANDOM | sampling.BIAS) == 3, "the walk sees the changes that are not made"
-    assert sampling.CHANGES & (RANDOM | TRUNCATE) == 0
+    assert copies(RANDOM | BIAS) == 3, "the walk sees the changes that are not made"
+    assert CHANGES & (RANDOM | TRUNCATE) == 0
 
 
 def _given_back(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], int]:
