@@ -11,7 +11,7 @@ from jserve.fleet.candidates import PREFILL
 from jserve.fleet.roles import DECODE
 from jserve.sim import traffic
 from jserve.sim.costs import Device
-from jserve.sim.faults import KINDS, ReplicaFault
+from jserve.sim.faults import DEATH, HANG, ReplicaFault
 from jserve.sim.simulate import Setup
 from tests.fleet.virtual import Choices, RecordedSimulation, live_choices, simulated_choices
 
@@ -58,7 +58,7 @@ def test_the_simulator_chooses_as_a_live_front():
     assert share_of_same("prefixes", 100) >= 0.95
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [DEATH, pytest.param(HANG, marks=pytest.mark.slow)])
 def test_requests_of_a_lost_replica_go_on_where_a_live_front_has_them_go_on(kind: str):
     """Those of three replicas, one by one, with traffic beside; the next one is ready 2 s later."""
     n_same = n_resumed = 0

@@ -351,7 +351,7 @@ def random_faults(draw: random.Random, most: int) -> tuple[ReplicaFault, ...]:
     return tuple(ReplicaFault(draw.choice(KINDS), at) for at in times)
 
 
-SEEDS = range(30)
+SEEDS = [pytest.param(n, marks=pytest.mark.slow) if n >= 8 else n for n in range(30)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -436,6 +436,7 @@ def test_the_command_says_what_it_cost():
     assert found["lanes"]["all"]["ended"] == 200
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_under_the_same_faults():
     line = [
         "rate=30,n=120,prompt=60,output=40",
