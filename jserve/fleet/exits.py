@@ -1,8 +1,8 @@
 """Notices replicas of this machine whose process is ending, from the moment on in which it is killed.
 
 Linux frees the memory of a process before it closes its files, so whoever has a connection to one that was killed hears
-of it only then: a tenth of a second later for half a gigabyte, seconds for host memory that is pinned for a device. Its
-flags in ``/proc/PID/stat`` say so at once (proc_pid_stat(5)).
+of it only then, the later the more memory it had (docs/fleet.md). Its flags in ``/proc/PID/stat`` say so at once
+(proc_pid_stat(5)).
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ class FrameLink(asyncio.Protocol):
             self._loop.call_soon_threadsafe(self._wait)
 
     def _wait(self) -> None:
+        """On the loop: send the rest when the kernel takes more."""
         if self._socket is not None:
             self._loop.add_writer(self._socket, self._send_rest)
 

@@ -24,6 +24,7 @@ from jserve.errors import EngineDead, NotReady
 from jserve.fleet.asking import Asking
 from jserve.fleet.autoscale import Autoscaler
 from jserve.fleet.candidates import PREFILL
+from jserve.fleet.face import LOOKS_S
 from jserve.fleet.rebalance import goes_elsewhere, longest_waits, waits_of
 from jserve.fleet.remote_prefill import (
     after_prefill,
@@ -38,12 +39,13 @@ from jserve.fleet.route import ReplicaChoice
 from jserve.fleet.router import ReplicaRouter
 from jserve.fleet.suspicion import RetryBudget
 from jserve.ports import RunnerLimits
+from jserve.sim.clients import Clients
 from jserve.sim.fleet_checks import check_fleet
 from jserve.sim.lost_requests import LostRequests
-from jserve.sim.outages import LOOKS_S, Outages
+from jserve.sim.outages import Outages
 from jserve.sim.pages import SharedPages
 from jserve.sim.replica import Messages, SentItem, SimReplica
-from jserve.sim.simulate import Clients, Run, Setup, limits_of, no_gc, simulate
+from jserve.sim.simulate import Run, Setup, limits_of, no_gc, simulate
 from jserve.sim.totals import together
 from jserve.sim.trace import TraceItem
 from jserve.types import Output, Request
@@ -249,7 +251,7 @@ class FleetSimulation:
         self.n_remote += done
         self.n_remote_failed += not done
         item = prefill.item
-        request = self._request(item)
+        request = self.clients.again(item)
         asked = ready_behind(self._asking.of(request, self.page_size), ready=done)
         try:
             sent = SentItem(item, asked, self._chosen(self.router.choose(asked)))
@@ -257,10 +259,6 @@ class FleetSimulation:
             self.lost.park([item], now)
             return
         self._submit(sent, after_prefill(request, prefill.still_open, ""), now)
-
-    def _request(self, item: TraceItem) -> Request:
-        """That of ``item``, which was sent before."""
-        return self.clients.again(item)
 
     def _look(self, now: float) -> None:
         """Every ``LOOKS_S``, by what the router has heard; nothing that is sent before ``now`` comes later."""
@@ -321,7 +319,7 @@ class FleetSimulation:
         to = self._chosen(self.router.choose(sent.asked, leave_out=(sent.to.number,)))
         self.clients.records.open[item.id].attempt += 1
         self.n_moved += 1
-        self._submit(SentItem(item, sent.asked, to), self._request(item), now)
+        self._submit(SentItem(item, sent.asked, to), self.clients.again(item), now)
 
     def _step(self, one: SimReplica) -> None:
         one.outputs = one.simulation.step()

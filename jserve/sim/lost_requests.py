@@ -10,15 +10,13 @@ from collections.abc import Collection, Iterable, Iterator
 
 from jserve.errors import EngineDead, NotReady
 from jserve.fleet.asking import Asking
+from jserve.fleet.face import PATIENCE
 from jserve.fleet.route import Asked
 from jserve.fleet.router import ReplicaRouter
+from jserve.sim.clients import Clients
 from jserve.sim.records import Record
-from jserve.sim.simulate import Clients
 from jserve.sim.trace import TraceItem
 from jserve.types import Finish, Output, Request
-
-PATIENCE = 2
-"""As of ``fleet.face``: attempts in a row that may be lost before they told something."""
 
 
 class LostRequests:

@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from jserve.errors import ConfigError
+from jserve.fleet.face import LOOKS_S
 from jserve.fleet.member import OVERDUE_S, OVERDUE_STEPS
 from jserve.sim.faults import DEATH, Outage, ReplicaFault
 from jserve.sim.replica import SimReplica
@@ -23,8 +24,6 @@ from jserve.sim.trace import TraceItem
 if TYPE_CHECKING:
     from jserve.sim.fleet import FleetSimulation
 
-LOOKS_S = 0.05
-"""A front looks at its replicas so often."""
 DEATH_NOTICED_S = 0.05
 """Until a front leaves a process that was killed: 24 to 43 ms were measured on one machine (docs/fleet.md)."""
 

@@ -25,8 +25,9 @@ from jserve.sched import sampled
 from jserve.sched.record import journal
 from jserve.sched.record.journal import Arrival, Cancelled, Committed, Decision, Event, Planned
 from jserve.sched.record.replay import Diverged
+from jserve.sim.clients import Clients
 from jserve.sim.device import SimClock
-from jserve.sim.simulate import Clients, Setup, Simulation
+from jserve.sim.simulate import Setup, Simulation
 from jserve.sim.trace import PromptPiece, TraceItem
 from jserve.types import Finish, Request, Sequence, StepPlan, StepResult
 

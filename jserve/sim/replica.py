@@ -17,10 +17,11 @@ from jserve.fleet.describe import view_of
 from jserve.fleet.page_log import PageLog
 from jserve.fleet.route import Asked
 from jserve.ports import RunnerLimits
+from jserve.sim.clients import Clients
 from jserve.sim.device import SimClock
 from jserve.sim.faults import Outage
 from jserve.sim.pages import SharedPages
-from jserve.sim.simulate import Clients, Setup, Simulation
+from jserve.sim.simulate import Setup, Simulation
 from jserve.sim.trace import TraceItem
 from jserve.types import Output
 

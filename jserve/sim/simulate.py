@@ -1,7 +1,6 @@
 """Simulates the engine: its real loop, scheduler and page cache on a trace and a simulated device.
 
-It owns the clients: when each request is sent, sent again or given up, and what is written down of it; several engines
-may serve them (``sim.fleet``).
+Its clients are ``sim.clients``; several engines may serve them (``sim.fleet``).
 
 The clock jumps to the next arrival while the engine is idle; otherwise launches and collects move
 it (``sim.device``), and arrivals are read at the start of a step, as they are live::
@@ -18,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import heapq
-import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -27,25 +24,23 @@ from typing import Protocol
 
 from jserve.config import EngineConfig
 from jserve.engine.engine import Engine
-from jserve.errors import EngineDead, JserveError, NotReady
+from jserve.errors import JserveError
 from jserve.fleet.shared_pages import HOST_GB
 from jserve.ports import Clock, Journal, RunnerLimits
 from jserve.sched.scheduler import Scheduler
 from jserve.sched.stats import SchedStats
+from jserve.sim.clients import Clients
 from jserve.sim.costs import MAX_PREFILL_ROWS, Device, ladder
 from jserve.sim.device import SimClock, SimRunner
 from jserve.sim.faults import Outage, ReplicaFault, check_faults
 from jserve.sim.pages import SharedPages
 from jserve.sim.records import Done, Record, Records
-from jserve.sim.trace import EOS, OVERRUN, VOCAB, Streams, TraceItem, request_of
-from jserve.types import Choice, Output, Request
+from jserve.sim.trace import EOS, OVERRUN, VOCAB, TraceItem
+from jserve.types import Choice, Output
 
 IDLE_S = 0.01
 """The seconds by which the clock moves when work waits for nothing but time."""
 MAX_IDLE = 100_000
-NO_ENGINE = (EngineDead.code, NotReady.code)
-RETRIED = frozenset({"overloaded", "queue_full_tenant", "deadline_unreachable", *NO_ENGINE})
-"""Error codes after which a client that was told nothing may send again."""
 
 
 class Stuck(JserveError):
@@ -224,116 +219,6 @@ def no_gc() -> Iterator[None]:
             gc.enable()
 
 
-class Clients:
-    """Those who send a trace: when each request is due, sent again or given up, and what follows from it.
-
-    Args:
-        trace: requests; those that follow another are sent after its end.
-        setup: how often a refused client sends again, and how fast arrivals come.
-    """
-
-    def __init__(self, trace: Seq[TraceItem], setup: Setup) -> None:
-        self.setup = setup
-        self.streams, self.records = Streams(), Records()
-        self._serial = itertools.count()
-        self._heap: list[tuple[float, int, TraceItem, int | None, bool]] = []
-        """(time, serial, item, choice, is a cancel)."""
-        self._followers: dict[str, list[TraceItem]] = {}
-        self._ended: list[tuple[str, int]] = []
-        for item in trace:
-            if item.after:
-                self._followers.setdefault(item.after, []).append(item)
-            else:
-                self._push(item.at / setup.load, item)
-
-    @property
-    def next_at(self) -> float | None:
-        """The time at which something is due next; None: never."""
-        return self._heap[0][0] if self._heap else None
-
-    def due(self, now: float) -> Iterator[tuple[float, TraceItem, int | None, bool]]:
-        """(time, request, choice, hangs up) of what is due by ``now``."""
-        while self._heap and self._heap[0][0] <= now:
-            at, _, item, index, hangs_up = heapq.heappop(self._heap)
-            yield at, item, index, hangs_up
-
-    def sent(self, item: TraceItem, at: float) -> Request:
-        """The request that the client of ``item`` sends at ``at``."""
-        self.records.sent(item, at)
-        for seconds, index in item.cancels:
-            self._push(at + seconds, item, index, hangs_up=True)
-        return self._request(item, at)
-
-    def again(self, item: TraceItem) -> Request:
-        """The request of ``item``, which was sent before."""
-        return self._request(item, self.records.open[item.id].at)
-
-    def _request(self, item: TraceItem, arrival: float) -> Request:
-        request = request_of(item, self.streams, arrival)
-        attempt = self.records.open[item.id].attempt
-        request = dataclasses.replace(request, attempt=attempt) if attempt else request
-        return request if self.setup.deadlines else without_deadlines(request)
-
-    def receive(self, outputs: Seq[Output], now: float) -> None:
-        """Write down what each output says, and send what follows from it."""
-        records, watch = self.records.open, self.setup.watch
-        for output in outputs:
-            record = records.get(output.request_id)
-            if record is None or output.attempt != record.attempt:
-                continue
-            if output.token_ids:
-                record.n_idle = 0
-                record.times[output.index].append(now)
-                if watch is not None:
-                    watch.token(record)
-            if output.finish is not None:
-                self._end(record, output, now)
-
-    @property
-    def enough(self) -> bool:
-        """Whoever watches has seen enough."""
-        return self.setup.watch is not None and self.setup.watch.enough
-
-    def take_ended(self) -> list[tuple[str, int]]:
-        """Requests that ended since the last call, those that are sent again among them: (id, tokens drawn)."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def _push(
-        self, at: float, item: TraceItem, index: int | None = None, hangs_up: bool = False
-    ) -> None:
-        heapq.heappush(self._heap, (at, next(self._serial), item, index, hangs_up))
-
-    def _end(self, record: Record, output: Output, now: float) -> None:
-        record.open.discard(output.index)
-        if output.error_code is not None:
-            record.error = output.error_code
-            record.refused = record.refused or record.seq is None
-        record.finish = output.finish
-        record.n_cached = max(record.n_cached, output.n_cached)
-        if record.open:
-            return
-        n_tokens = sum(map(len, record.times))
-        self._ended.append((record.item.id, n_tokens))
-        again = record.error in RETRIED and not n_tokens
-        if again and record.n_sent <= self.setup.retries:
-            wait = output.retry_after or float(2 ** (record.n_sent - 1))
-            self._push(now + wait, record.item)
-            return
-        self.records.close(record, now)
-        if self.setup.watch is not None:
-            self.setup.watch.end(self.records.done[-1])
-        self._follow(record.item, record.error is None, now)
-
-    def _follow(self, item: TraceItem, went_well: bool, now: float) -> None:
-        for follower in self._followers.pop(item.id, ()):
-            if went_well:
-                self._push(now + follower.at, follower)
-            else:
-                self.records.n_unsent += 1
-                self._follow(follower, False, now)
-
-
 class Simulation:
     """One engine, and the clients of a trace.
 
@@ -463,10 +348,3 @@ class Simulation:
         soon, next_at = self.clock.now + wait_s, self.clients.next_at
         self.clock.now = soon if next_at is None else min(soon, max(next_at, self.clock.now))
         return self._idle + 1
-
-
-def without_deadlines(request: Request) -> Request:
-    """``request`` as a scheduler sees it that knows of no deadlines."""
-    return dataclasses.replace(
-        request, ttft_deadline_ms=None, tpot_deadline_ms=None, deadline_ms=None
-    )

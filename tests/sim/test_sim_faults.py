@@ -18,6 +18,7 @@ from jserve.fleet import face
 from jserve.fleet.candidates import PREFILL
 from jserve.fleet.member import OVERDUE_S, OVERDUE_STEPS
 from jserve.fleet.roles import DECODE
+from jserve.sim.clients import Clients
 from jserve.sim.faults import DEATH, HANG, KINDS, ReplicaFault, parse_faults
 from jserve.sim.fleet import FleetSimulation
 from jserve.sim.lost_requests import PATIENCE
@@ -25,7 +26,7 @@ from jserve.sim.outages import DEATH_NOTICED_S, LOOKS_S
 from jserve.sim.records import Done
 from jserve.sim.replica import SimReplica
 from jserve.sim.report import Slo, summarise
-from jserve.sim.simulate import Clients, Run, Setup, limits_of
+from jserve.sim.simulate import Run, Setup, limits_of
 from jserve.sim.trace import TraceItem
 from jserve.types import Output, Request
 from tests.sim.test_sim_roles import apart, with_roles  # noqa: F401
